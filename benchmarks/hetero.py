@@ -38,10 +38,10 @@ from horizonml.planner.precision import best_plan
 from horizonml.planner.problem import Problem
 from horizonml.planner.subset import fastest_alone
 from horizonml.report.charts import draw_ranking, save
-from horizonml.report.lines import StepLine
 from horizonml.report.records import Run, load_run
 from horizonml.report.run_plots import draw_timeline, legend, recorded_step
 from horizonml.runtime.agreement import describe_problem, describe_together
+from horizonml.telemetry.record import StepRecord
 from horizonml.text import human_seconds
 
 LINKS = ("100mbit", "100mbit", "50mbit", "50mbit", "20mbit")
@@ -128,7 +128,7 @@ def automatic(job: Job, exact: bool = False) -> Job:
     return changed(job, {"parallel.strategy": "auto", "parallel.exact": exact})
 
 
-def bytes_of_a_step(steps: Sequence[StepLine], plan: Plan) -> float:
+def bytes_of_a_step(steps: Sequence[StepRecord], plan: Plan) -> float:
     """What a rank sends in a usual step; with local steps, in an average one."""
     if plan.local is None:
         return steps[-1].bytes_sent

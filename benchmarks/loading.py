@@ -22,7 +22,8 @@ import numpy
 from PIL import Image
 
 from benchmarks.harness import machine
-from horizonml.telemetry.log import read_lines
+from horizonml.telemetry.log import read_records
+from horizonml.telemetry.record import StepRecord
 
 CLASSES, HEIGHT, WIDTH = 4, 600, 800
 WARMUP = 4  # steps of a run that do not count
@@ -71,9 +72,9 @@ def train(case: Case, folder: Path, settings: argparse.Namespace) -> None:
     overrides = [part for setting in case.settings for part in ("--set", setting)]
     command = [sys.executable, "-m", "horizonml", "train", str(folder / "job.yaml"), "--fresh", *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    steps = [line for line in read_lines(run / "rank-0.jsonl") if line["kind"] == "step"][-settings.steps :]
-    case.load += [line["load"] for line in steps]
-    case.wall += [line["wall"] for line in steps]
+    steps = [one for one in read_records(run / "rank-0.jsonl") if isinstance(one, StepRecord)][-settings.steps :]
+    case.load += [one.load for one in steps]
+    case.wall += [one.wall for one in steps]
 
 
 def main() -> None:

@@ -37,9 +37,10 @@ from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
-from horizonml.telemetry.log import read_lines
+from horizonml.telemetry.log import read_records
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Silent
+from horizonml.telemetry.record import StepRecord
 from horizonml.telemetry.recorder import Recorder
 
 WARMUP = 6  # steps of a run that do not count
@@ -84,8 +85,8 @@ def train(case: Case, folder: Path) -> tuple[float, float]:
     path.write_text(json.dumps(job))
     command = [sys.executable, "-m", "horizonml", "train", str(path)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
-    steps = [line for line in read_lines(folder / "run" / "rank-0.jsonl") if line["kind"] == "step"][-case.steps :]
-    return statistics.median(one["wall"] for one in steps), statistics.mean(one["load"] for one in steps)
+    steps = [one for one in read_records(folder / "run" / "rank-0.jsonl") if isinstance(one, StepRecord)][-case.steps :]
+    return statistics.median(one.wall for one in steps), statistics.mean(one.load for one in steps)
 
 
 def conversion(case: Case) -> float:

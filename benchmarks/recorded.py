@@ -6,7 +6,7 @@ import torch
 
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
-from horizonml.telemetry.record import RunInfo
+from horizonml.telemetry.run_info import JobFacts, PlanFacts, RunInfo
 
 
 def described(plan: Plan) -> RunInfo:
@@ -18,13 +18,12 @@ def described(plan: Plan) -> RunInfo:
         generation=0,
         host="",
         node="",
-        job=Job(),
+        job=JobFacts.model_validate(Job().model_dump()),
         layers=[],
         rss_idle_bytes=0,
         threads=torch.get_num_threads(),
         cores=1.0,
         memory=0.0,
-        machine={},
         versions={},
-        plan=plan,
+        plan=PlanFacts.model_validate(plan.to_json()),
     )

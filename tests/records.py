@@ -7,8 +7,9 @@ import torch
 from horizonml.data.dataset import DataInfo
 from horizonml.data.tensors import TensorSpec
 from horizonml.job.schema import Job
+from horizonml.machine.host import MachineInfo
 from horizonml.plan.plan import Plan
-from horizonml.telemetry.record import RunInfo
+from horizonml.telemetry.run_info import JobFacts, PlanFacts, RunInfo
 
 
 def run_info(job: Job, plan: Plan, rank: int) -> RunInfo:
@@ -20,15 +21,15 @@ def run_info(job: Job, plan: Plan, rank: int) -> RunInfo:
         generation=0,
         host="here",
         node="here",
-        job=job,
+        job=JobFacts.model_validate(job.model_dump()),
         layers=[],
         rss_idle_bytes=1,
         threads=1,
         cores=1.0,
         memory=1e9,
-        machine={"processor": "a test's"},
+        machine=MachineInfo("a test's"),
         versions={"horizonml": "1", "torch": "2"},
-        plan=plan,
+        plan=PlanFacts.model_validate(plan.to_json()),
     )
 
 

@@ -1,35 +1,26 @@
-"""Holds what a run recorded as tables of typed rows: one row per step, and one per evaluation.
-
-Implements `horizonml.Run`: what a run has recorded and saved.
-"""
+"""Implements `horizonml.Run`: what a run has recorded, as tables of typed rows, and what it has saved."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from horizonml.errors import MissingPackage
-from horizonml.telemetry.log import read_lines
-from horizonml.telemetry.record import EvaluationRecord, StepRecord
+from horizonml.api.given import Given, in_this_process
+from horizonml.api.jobs import DataLike, ModelLike, TaskLike, make_job
+from horizonml.errors import HorizonError, MissingPackage
+from horizonml.job.schema import Job
+from horizonml.plan.plan import Plan
+from horizonml.report.records import lead_records
+from horizonml.telemetry.record import SHOWN, EvaluationRecord, StepRecord
+from horizonml.telemetry.run_info import RunInfo
 
 if TYPE_CHECKING:
     import pandas
-
-import os
-from functools import cached_property
-from typing import TYPE_CHECKING
-
-from horizonml.api.given import Given, in_this_process
-from horizonml.api.jobs import DataLike, ModelLike, TaskLike, make_job
-from horizonml.errors import HorizonError
-from horizonml.job.schema import Job
-from horizonml.plan.plan import Plan
-
-if TYPE_CHECKING:
     from torch import nn
-
 
 _SHOWN = 10  # rows of a table that is printed
 
@@ -45,19 +36,25 @@ class Step:
     seconds: float  # that the step took
     samples: int  # in the global batch
     learning_rate: float
+    measured: Mapping[str, float | None] = field(default_factory=dict)  # everything else, as `StepRecord` names it
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Step:
-        """Return the step that a rank's record of kind "step" describes."""
+    def from_record(cls, record: StepRecord) -> Step:
+        """Return the step that a rank's record describes."""
+        measured = {name: getattr(record, name) for name in SHOWN[StepRecord] if name not in _OF_STEP}
         return cls(
-            int(record["step"]),
-            int(record["epoch"]),
-            float(record["loss"]),
-            _metrics(record, StepRecord),
-            float(record["wall"]),
-            int(record["batch"]),
-            float(record["lr"]),
+            record.step,
+            record.epoch,
+            record.loss,
+            record.metrics,
+            record.wall,
+            record.batch,
+            record.lr,
+            measured,
         )
+
+
+_OF_STEP = {"step", "epoch", "loss", "wall", "lr"}  # what a row holds in fields of its own
 
 
 @dataclass(frozen=True)
@@ -72,16 +69,9 @@ class Evaluation:
     samples: int
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Evaluation:
-        """Return the evaluation that a rank's record of kind "evaluation" describes."""
-        return cls(
-            int(record["step"]),
-            int(record["epoch"]),
-            float(record["loss"]),
-            _metrics(record, EvaluationRecord),
-            float(record["seconds"]),
-            int(record["samples"]),
-        )
+    def from_record(cls, record: EvaluationRecord) -> Evaluation:
+        """Return the evaluation that a rank's record describes."""
+        return cls(record.step, record.epoch, record.loss, record.metrics, record.seconds, record.samples)
 
 
 Row = TypeVar("Row", bound=Step | Evaluation)
@@ -100,13 +90,16 @@ class Table(Sequence[Row], Generic[Row]):
     def columns(self) -> tuple[str, ...]:
         """Return the names of the columns."""
         metrics = dict.fromkeys(name for row in self._rows for name in row.metrics)
-        names = [field.name for field in fields(self._kind)]
+        names = [one.name for one in fields(self._kind) if one.name != "measured"]
         place = names.index("metrics")
         return (*names[:place], *metrics, *names[place + 1 :])
 
     def column(self, name: str) -> list[Any]:
-        """Return the values of a column; None where a row lacks the metric. Raises KeyError for an unknown column."""
-        if name not in self.columns:
+        """Return the values of a column; None where a row lacks the metric. Raises KeyError for an unknown column.
+
+        Whatever else was measured in each step is a column, too, such as "compute" or "gradient_norm".
+        """
+        if name not in self.columns and not any(name in row.measured for row in self._rows if isinstance(row, Step)):
             raise KeyError(f"{name!r} is not a column; there are {', '.join(self.columns)}")
         return [_cell(row, name) for row in self._rows]
 
@@ -158,50 +151,25 @@ class Table(Sequence[Row], Generic[Row]):
         return self._rows[-_SHOWN:]
 
 
-def read_records(folder: Path) -> tuple[dict[str, Any] | None, Table[Step], Table[Evaluation]]:
+def read_run(folder: Path) -> tuple[RunInfo | None, Table[Step], Table[Evaluation]]:
     """Return what the ranks of a run recorded: the newest description of the run, its steps and its evaluations.
 
     Every step counts once: where it was done again after a loss, as it was done last, and as the process recorded it
-    that was rank 0 then. What no rank 0 recorded here is as any rank did.
+    that was rank 0 then. What no rank 0 recorded here is as any rank did. Raises HorizonError.
     """
-    about: dict[str, Any] | None = None
-    steps: dict[int, Step] = {}
-    evaluations: dict[int, Evaluation] = {}
-    for record in _in_order(folder):
-        match record.get("kind"):
-            case "run":
-                about = record
-            case "step":
-                steps[int(record["step"])] = Step.from_record(record)
-            case "evaluation":
-                evaluations[int(record["step"])] = Evaluation.from_record(record)
+    records = lead_records(folder)
+    steps = [Step.from_record(one) for one in records if isinstance(one, StepRecord)]
+    evaluations = [Evaluation.from_record(one) for one in records if isinstance(one, EvaluationRecord)]
     return (
-        about,
-        Table([steps[number] for number in sorted(steps)], Step),
-        Table([evaluations[number] for number in sorted(evaluations)], Evaluation),
+        next((one for one in reversed(records) if isinstance(one, RunInfo)), None),
+        Table(sorted(steps, key=lambda one: one.step), Step),
+        Table(sorted(evaluations, key=lambda one: one.step), Evaluation),
     )
 
 
-def _in_order(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of all ranks, so that of several on the same step the last one counts."""
-    found: list[tuple[bool, float, dict[str, Any]]] = []
-    for file in sorted(folder.glob("rank-*.jsonl")):
-        leads = False
-        for record in read_lines(file):
-            if record.get("kind") == "run":
-                leads = record.get("rank", 0) == 0
-            found.append((leads, float(record.get("time", 0.0)), record))
-    return [record for _, _, record in sorted(found, key=lambda one: one[:2])]
-
-
-def _metrics(record: Mapping[str, Any], kind: type[StepRecord] | type[EvaluationRecord]) -> dict[str, float]:
-    """Return the task's metrics: whatever a record holds besides the fields that all records of its kind have."""
-    known = {"kind", *(field.name for field in fields(kind))}
-    return {name: float(value) for name, value in record.items() if name not in known}
-
-
 def _cell(row: Step | Evaluation, name: str) -> Any:
-    return row.metrics.get(name) if name in row.metrics or not hasattr(row, name) else getattr(row, name)
+    found = {**getattr(row, "measured", {}), **row.metrics}
+    return getattr(row, name, None) if name not in found else found[name]
 
 
 def _text(value: Any) -> str:
@@ -231,9 +199,9 @@ class Run:
             self._job, self._given = make_job(self.job, model, data, task)
 
     @cached_property
-    def _records(self) -> tuple[dict[str, Any], Table[Step], Table[Evaluation]]:
+    def _records(self) -> tuple[RunInfo, Table[Step], Table[Evaluation]]:
         """Return what the ranks have recorded. Raises HorizonError."""
-        about, steps, evaluations = read_records(self.folder)
+        about, steps, evaluations = read_run(self.folder)
         if about is None:
             raise HorizonError(f"{self.folder} has no records of a run (rank-*.jsonl)")
         return about, steps, evaluations
@@ -242,13 +210,13 @@ class Run:
     def job(self) -> Job:
         """Return the job, with all its fields."""
         if self._job is None:
-            self._job = Job.model_validate(self._records[0]["job"])
+            self._job = Job.model_validate(self._records[0].to_json()["job"])
         return self._job
 
     @property
     def plan(self) -> Plan:
         """Return the plan that the ranks trained by last."""
-        return Plan.from_json(self._records[0]["plan"])
+        return Plan.from_json(self._records[0].to_json()["plan"])
 
     @property
     def history(self) -> Table[Step]:
@@ -306,4 +274,4 @@ class Run:
     def __repr__(self) -> str:
         about, steps, _ = self._records
         parts = [f"{len(steps):,} steps", *(f"held-out {name} {value:.4g}" for name, value in self.metrics.items())]
-        return f"Run({str(self.folder)!r}: {about['job']['name']}, {', '.join(parts)})"
+        return f"Run({str(self.folder)!r}: {about.job.name if about.job else self.folder.name}, {', '.join(parts)})"

@@ -24,6 +24,7 @@ from horizonml.api.transfer import NOTHING_DONE, packed
 from horizonml.errors import JobError
 from horizonml.rendezvous.identity import identify
 from horizonml.runtime.launch import for_this_machine, run_ranks
+from horizonml.telemetry.record import StepRecord, read
 
 _LAST_SECONDS = 5.0  # for the streams to end, which a process that a rank has started may hold open
 
@@ -147,10 +148,11 @@ class _Parent:
         return target
 
     def _parse_record(self, line: str) -> Step | None:
-        record = json.loads(line)
-        if record.get("kind") == NOTHING_DONE:
+        found = json.loads(line)
+        if found.get("kind") == NOTHING_DONE:
             self.nothing_done = True
-        return Step.from_record(record) if self._on_step is not None and record.get("kind") == "step" else None
+        record = read(found) if self._on_step is not None else None
+        return Step.from_record(record) if isinstance(record, StepRecord) else None
 
     def _read(self, stream: IO[str], parse: Callable[[str], str | Step | None]) -> None:
         with stream:

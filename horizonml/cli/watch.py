@@ -276,13 +276,15 @@ def log(
     mlflow: _MLflow = None,
 ) -> None:
     """Log a recorded run to TensorBoard or MLflow."""
-    from horizonml.report.section import lead_records
-    from horizonml.telemetry.scalars import Scalars
-    from horizonml.telemetry.sinks import Sink, deliver, open_mlflow, open_tensorboard
+    from horizonml.report.records import lead_records
+    from horizonml.telemetry.sinks import Scalars, Sink, open_mlflow, open_tensorboard
 
     if tensorboard is None and mlflow is None:
         raise JobError("say where to log the run: --tensorboard FOLDER, --mlflow URI, or both")
     records, sinks = lead_records(run), list[tuple[str, Sink]]()
+    steps = sum(record.kind == "step" for record in records)
+    if not steps:
+        raise HorizonError(f"{run} has no steps of a run (rank-*.jsonl)")
     if tensorboard is not None:
         folder = tensorboard / run.absolute().name
         if any(folder.glob("events.out.tfevents.*")):
@@ -292,10 +294,10 @@ def log(
         if mlflow is not None:
             sinks.append((f"MLflow at {mlflow}", open_mlflow(mlflow, run)))
         for words, sink in sinks:
-            scalars = Scalars()
-            deliver(sink, scalars, records)
-            sink.close(scalars.outcome)
-            print(f"logged {sum(record['kind'] == 'step' for record in records):,} steps to {words}")
+            shows = Scalars(sink)
+            shows.write(records)
+            shows.close()
+            print(f"logged {steps:,} steps to {words}")
     except HorizonError:
         raise
     except Exception as error:  # the libraries' own errors are of many kinds

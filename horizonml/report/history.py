@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from horizonml.report.lines import EvaluationLine, RecoveryLine, RunRecord, StepLine
-from horizonml.telemetry.record import Source
+from horizonml.telemetry.record import EvaluationRecord, RecoveryRecord, Source, StepRecord
+from horizonml.telemetry.run_info import RunInfo
 from horizonml.telemetry.table import Goodput
 from horizonml.text import printable
 
@@ -21,19 +21,14 @@ _MOST_NAME = 64  # characters of a device's name
 class Stretch:
     """What one file records of one group."""
 
-    about: RunRecord
-    done: list[StepLine | EvaluationLine] = field(default_factory=list)
-    recoveries: list[RecoveryLine] = field(default_factory=list)
+    about: RunInfo
+    done: list[StepRecord | EvaluationRecord] = field(default_factory=list)
+    recoveries: list[RecoveryRecord] = field(default_factory=list)
 
     @property
-    def rank(self) -> int:
-        """Return the rank that the process was started as."""
-        return self.about.rank if self.about.started_as_rank is None else self.about.started_as_rank
-
-    @property
-    def steps(self) -> list[StepLine]:
+    def steps(self) -> list[StepRecord]:
         """Return the steps in the order in which they were done."""
-        return [line for line in self.done if isinstance(line, StepLine)]
+        return [line for line in self.done if isinstance(line, StepRecord)]
 
 
 @dataclass
@@ -51,14 +46,14 @@ class Formed:
         return told or {rank: part.about.host for rank, part in self.parts.items()}
 
     @property
-    def done(self) -> list[StepLine | EvaluationLine]:
+    def done(self) -> list[StepRecord | EvaluationRecord]:
         """Return what was done, as the rank recorded it that has recorded most."""
         return max((self.parts[rank] for rank in sorted(self.parts)), key=lambda part: len(part.steps)).done
 
     @property
-    def steps(self) -> list[StepLine]:
+    def steps(self) -> list[StepRecord]:
         """Return the steps of the group in their order."""
-        return [line for line in self.done if isinstance(line, StepLine)]
+        return [line for line in self.done if isinstance(line, StepRecord)]
 
     @property
     def begin(self) -> float:
@@ -166,13 +161,13 @@ def _groups(parts: Iterable[Stretch]) -> Iterator[Formed]:
             group
             for group in found
             if group.generation == part.about.generation
-            and part.rank not in group.parts
+            and part.about.started_as not in group.parts
             and part.about.time - group.time < _FORMING_SECONDS
         ]
         if not same:
             same = [Formed(part.about.generation, part.about.time)]
             found += same
-        same[-1].parts[part.rank] = part
+        same[-1].parts[part.about.started_as] = part
     for group in found:
         if any(part.steps for part in group.parts.values()):
             yield group
@@ -180,7 +175,7 @@ def _groups(parts: Iterable[Stretch]) -> Iterator[Formed]:
 
 def _follow(account: Goodput, group: Formed) -> None:
     for line in group.done:
-        if isinstance(line, StepLine):
+        if isinstance(line, StepRecord):
             account.step(line.step, line.wall, line.time)
         else:
             account.got_on(line.time)

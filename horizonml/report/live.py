@@ -2,127 +2,43 @@
 
 Records are read as they come, and what was read is summed up at once, so that a long run takes no more memory than a
 short one. A line that is damaged, or that this version cannot read, is counted and skipped.
-
-It also reads files of records while they are written: whole lines only, in the order of time, and nothing twice.
 """
 
 from __future__ import annotations
 
-import heapq
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from operator import itemgetter
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from horizonml.errors import HorizonError
 from horizonml.planner.record import FILE, Planning, read_planning
-from horizonml.report.lines import EvaluationLine, PlanFacts, RunRecord, StepLine, TimelineLine
-from horizonml.report.live_facts import Event, Member, Point, RankFile, State
-from horizonml.report.taking import DONE, STOPPED, Records, StepObserver
+from horizonml.report.live_facts import MOST_NAME, Event, Member, RankFile, Series, State
+from horizonml.telemetry.fields import Record
 from horizonml.telemetry.lifeline import is_alive
-from horizonml.text import printable
+from horizonml.telemetry.log import Tails
+from horizonml.telemetry.record import (
+    CheckpointRecord,
+    EndRecord,
+    EvaluationRecord,
+    FollowedRecord,
+    RanksRecord,
+    RecoveryRecord,
+    SlowdownsRecord,
+    StepRecord,
+    TimelineRecord,
+    read,
+)
+from horizonml.telemetry.run_info import PlanFacts, RunInfo
+from horizonml.text import count, human_seconds, printable
 
-_CHUNK = 1 << 20  # bytes that are read at a time
-_LATEST = 1e12  # Unix time
-_LONGEST = 1 << 24  # bytes of a line; a longer one is damaged
-
-Line = dict[str, Any]
-
-
-@dataclass
-class Tail:
-    """Reads one file from where the last reading has ended."""
-
-    path: Path
-    damaged: int = 0  # lines that are no JSON object; they are skipped
-    _offset: int = 0
-    _file: tuple[int, int] | None = None  # which file was read
-    _rest: bytes = b""  # of a line that has not ended
-    _time: float = field(default=0.0, repr=False)  # of the newest record that has one
-
-    @property
-    def is_replaced(self) -> bool:
-        """Return whether another file is there now, or this one was cut: what was read of it no longer holds."""
-        try:
-            now = self.path.stat()
-        except OSError:
-            return self._file is not None
-        return self._file not in (None, (now.st_dev, now.st_ino)) or now.st_size < self._offset
-
-    def read(self) -> Iterator[tuple[float, Line]]:
-        """Yield the records that were added, each with its time: that of the record before it if it has none itself."""
-        while chunk := self._chunk():
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            for line in lines:
-                record = self._parse(line)
-                if record is not None:
-                    yield self._time, record
-            if len(self._rest) > _LONGEST:
-                self.damaged, self._rest = self.damaged + 1, b""
-
-    def _chunk(self) -> bytes:
-        """Return what comes next in the file, which is open only for that moment; nothing if it cannot be read."""
-        try:
-            with self.path.open("rb") as file:
-                if self._file is None:
-                    now = self.path.stat()
-                    self._file = now.st_dev, now.st_ino
-                file.seek(self._offset)
-                chunk = file.read(_CHUNK)
-        except OSError:  # it was moved away, or its disk is gone; `is_replaced` tells
-            return b""
-        self._offset += len(chunk)
-        return chunk
-
-    def _parse(self, line: bytes) -> Line | None:
-        try:
-            record = json.loads(line, parse_constant=lambda constant: None)  # what is no number is not known
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict):
-            self.damaged += bool(line.strip())
-            return None
-        when = record.get("time")
-        if isinstance(when, int | float) and 0 <= when < _LATEST:
-            self._time = float(when)
-        return record
-
-
-class Tails:
-    """Reads the files of all ranks in a run's folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[int, Tail] = {}  # by the rank that the process was started as
-
-    @property
-    def damaged(self) -> int:
-        """Return how many lines were skipped."""
-        return sum(tail.damaged for tail in self._files.values())
-
-    @property
-    def is_replaced(self) -> bool:
-        """Return whether the run was begun anew, so that all must be read again."""
-        return any(tail.is_replaced for tail in self._files.values())
-
-    def read(self) -> Iterator[tuple[int, Line]]:
-        """Yield the records that were added to any file, in the order of time, with the rank whose file it is."""
-        for path in self._folder.glob("rank-*.jsonl"):
-            number = path.stem.partition("-")[2]
-            if number.isdecimal():
-                self._files.setdefault(int(number), Tail(path))
-        added = (self._labelled(rank, tail) for rank, tail in sorted(self._files.items()))
-        for _, rank, record in heapq.merge(*added, key=itemgetter(0)):
-            yield rank, record
-
-    def _labelled(self, rank: int, tail: Tail) -> Iterator[tuple[float, int, Line]]:
-        for when, record in tail.read():
-            yield when, rank, record
-
-
+_DONE = {"complete", "already complete", "complete without this rank"}
+_STOPPED = {"stopped", "stopped waiting"}
+_MOST_EVENTS = 500
+_MOST_EVALUATIONS = 5000
+_FORMING_SECONDS = 60.0  # the ranks of a group describe it within this time of each other
 _SILENT_SECONDS = 60.0  # without a record, after which a run counts as lost
 _SILENT_STEPS = 20  # and as many steps must have been missed
 
@@ -130,19 +46,27 @@ _SILENT_STEPS = 20  # and as many steps must have been missed
 class LiveRun:
     """Follows the run in a folder. Call `poll` before you look at it, as often as you like."""
 
-    def __init__(
-        self, folder: Path, clock: Callable[[], float] = time.time, observer: StepObserver | None = None
-    ) -> None:
-        """Prepare to follow the run; the `observer` gets the steps of all ranks."""
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self.folder = folder
-        self._clock, self._observer = clock, observer
+        self._clock = clock
         self._begin()
 
     def _begin(self) -> None:
         """Forget everything that was read."""
-        self._tails, self._records = Tails(self.folder), Records(self._observer)
+        self._tails = Tails(self.folder)
+        self._unreadable = 0  # lines that are no record
         self._planned: float | None = None  # when the file had been written that `planning` was read from
+        self._hosts: dict[int, str] = {}  # what devices were called last, by the rank that they were started as
+        self._files: dict[int, RankFile] = {}  # by the rank that the process was started as
+        self._told: dict[int, RankFile] = {}  # what the other ranks of the newest group have told rank 0, by their rank
+        self._lead: RankFile | None = None  # the file of the process that is rank 0 of the newest group
         self.planning: Planning | None = None  # what the plan was made of, if the folder says it
+        self.newest: StepRecord | None = None  # the last step that a rank 0 has recorded
+        self.curve = Series()  # loss and accuracy of the training's batches, and the seconds of a step
+        self.evaluations: deque[EvaluationRecord] = deque(maxlen=_MOST_EVALUATIONS)
+        self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)  # what has happened to the run, in order
+        self.slowdowns: tuple[float, ...] = ()  # each rank's computing over that of the plan, as last compared
+        self.checkpoint: int | None = None  # the step of the newest checkpoint that was saved
 
     def poll(self) -> bool:
         """Read what was recorded since the last call; return whether there was anything."""
@@ -151,7 +75,7 @@ class LiveRun:
             self._begin()
         found = False
         for started_as, line in self._tails.read():
-            self._records.take(started_as, line)
+            self._take(started_as, line)
             found = True
         return self._read_planning() or found or anew
 
@@ -170,24 +94,134 @@ class LiveRun:
             self.planning = None
         return True
 
-    @property
-    def damaged(self) -> int:
-        """Return how many lines of the records could not be read."""
-        return self._tails.damaged + self._records.unreadable
+    # Taking up records.
+
+    def _take(self, started_as: int, line: dict[str, Any]) -> None:
+        """Take up a line of the process that was started as a rank."""
+        try:
+            record = read(line)
+        except ValueError:
+            self._unreadable += 1
+            return
+        if isinstance(record, RunInfo):
+            self._describe(started_as, record)
+            return
+        file = self._files.get(started_as)
+        if file is None or record is None:
+            return
+        file.take_time(record)
+        match record:
+            case StepRecord():
+                file.step(record)
+                if file is self._lead:
+                    self.newest = record
+                    self.curve.add(record.step, (record.loss, record.accuracy, record.wall))
+            case TimelineRecord():
+                file.timelines.append(record)
+            case FollowedRecord():
+                self._event(file.time, "joined", f"rank {file.about.rank} has caught up and works on samples")
+            case EndRecord():
+                file.end = record
+        if file is self._lead:
+            self._take_of_lead(record)
+
+    def _take_of_lead(self, record: Record) -> None:
+        """Take up what a rank 0 has recorded of the whole group."""
+        match record:
+            case EvaluationRecord():
+                while self.evaluations and self.evaluations[-1].step >= record.step:  # it is done again
+                    self.evaluations.pop()
+                self.evaluations.append(record)
+            case RecoveryRecord():
+                lost = [f"{rank} ({name})" if (name := self._hosts.get(rank)) else str(rank) for rank in record.lost]
+                ranks = f"rank{'s' * (len(lost) != 1)} {', '.join(lost[:20])}"
+                again = f", {count(record.steps_repeated, 'step')} again" if record.steps_repeated else ""
+                after = human_seconds(record.seconds)
+                self._event(record.time, "lost", f"{ranks} lost; went on after {after}, from {record.source}{again}")
+            case RanksRecord():
+                self._take_told(record)
+            case SlowdownsRecord():
+                self.slowdowns = tuple(record.slowdowns)
+                if record.stragglers is not None:
+                    self._event(record.time, "slow", printable(record.words(), 2000))
+            case CheckpointRecord(saved=True):
+                self.checkpoint = record.step
+            case CheckpointRecord():
+                self._event(record.time, "checkpoint", "a checkpoint could not be saved")
+            case EndRecord() if record.outcome not in ("re-plan", "re-form"):
+                failed = record.outcome == "failed"
+                words = "training failed, or lost a rank" if failed else f"training is {record.outcome}"
+                self._event(record.time, "ended", printable(words, 100))
+
+    def _describe(self, started_as: int, about: RunInfo) -> None:
+        """Take up the description of a process in a new group, or with a new plan."""
+        file = self._files[started_as] = RankFile(started_as, about, self._files.get(started_as))
+        if about.rank != 0 or (self._lead is not None and about.time < self._lead.about.time):
+            return
+        earlier, self._lead = self._lead, file
+        self.slowdowns = ()
+        self._hosts |= {one.started_as_rank: printable(one.host, MOST_NAME) for one in about.members}
+        before = {one.started_as: one for one in self._told.values()}
+        self._told = {
+            one.rank: RankFile(one.started_as_rank, about.of(one), before.get(one.started_as_rank), is_recorded=False)
+            for one in about.members
+            if one.rank != 0
+        }
+        ranks = count(about.world_size or 1, "rank")
+        outcome = earlier.end.outcome if earlier is not None and earlier.end is not None else ""
+        if outcome == "re-plan":
+            seconds = f", predicted to take {human_seconds(about.forecast)} a step" if about.forecast else ""
+            self._event(about.time, "replanned", f"goes on by another plan{seconds}")
+        elif earlier is not None and about.resumed_at and outcome not in _DONE | _STOPPED:
+            came, gone = _names(about, earlier.about), _names(earlier.about, about)
+            change = (about.world_size or 1) - (earlier.about.world_size or 1)
+            kind = "joined" if came or change > 0 else "lost" if change < 0 else "formed"
+            words = [f"{name} joined" for name in came]
+            words += [f"{name} left" for name in gone if outcome == "re-form"]  # who was lost is told in a moment
+            words.append(f"goes on with {ranks} ({earlier.about.world_size or 1} before)")
+            self._event(about.time, kind, "; ".join(words))
+        else:
+            where = f" from step {about.resumed_at}" if about.resumed_at else ""
+            self._event(about.time, "formed", f"{ranks} begin{'s' * (about.world_size == 1)} to train{where}")
+
+    def _is_of_group(self, file: RankFile) -> bool:
+        """Return whether a file is that of a member of the newest group."""
+        lead = self._lead.about if self._lead is not None else None
+        return lead is not None and file.about.group == lead.group and file.about.time > lead.time - _FORMING_SECONDS
+
+    def _take_told(self, record: RanksRecord) -> None:
+        """Take up what ranks have told whose own records are elsewhere."""
+        if self.newest is None:
+            return
+        base = replace(self.newest, step=record.step - 1, time=record.time)
+        for rank, file in self._told.items():
+            own = self._files.get(file.started_as)
+            step = record.step_of(rank, base)
+            if step is not None and (own is None or not self._is_of_group(own)):
+                file.take_time(record)
+                file.steps.clear()
+                file.step(step)
+
+    def _event(self, when: float, kind: str, text: str) -> None:
+        self.events.append(Event(when, self.step, kind, text))
 
     # What is known of the run as a whole.
 
     @property
-    def about(self) -> RunRecord | None:
+    def damaged(self) -> int:
+        """Return how many lines of the records could not be read."""
+        return self._tails.damaged + self._unreadable
+
+    @property
+    def about(self) -> RunInfo | None:
         """Return how rank 0 describes the run, or None as long as nothing is recorded."""
-        return self._records.lead.about if self._records.lead is not None else None
+        return self._lead.about if self._lead is not None else None
 
     @property
     def name(self) -> str:
         """Return the name of the job, or of the folder if that is not recorded."""
         job = self.about.job if self.about is not None else None
-        named = getattr(job, "name", None)
-        return printable(named if isinstance(named, str) else self.folder.absolute().name, 100)
+        return printable((job.name if job is not None else "") or self.folder.absolute().name, 100)
 
     @property
     def plan(self) -> PlanFacts:
@@ -202,53 +236,30 @@ class LiveRun:
     @property
     def state(self) -> State:
         """Return whether the run goes on, and how it ended if it has."""
-        lead = self._records.lead
+        lead = self._lead
         if lead is None:
             return State.WAITING
         outcome = lead.end.outcome if lead.end is not None else None
-        if outcome in DONE:
+        if outcome in _DONE:
             return State.FINISHED
-        if outcome in STOPPED:
+        if outcome in _STOPPED:
             return State.STOPPED
-        seen = [is_alive(self.folder, rank) for rank in self._records.files]
+        seen = [is_alive(self.folder, rank) for rank in self._files]
         alive = True if True in seen else False if False in seen else None
         if outcome == "failed" and not alive:
             return State.FAILED
-        silent = self._clock() - max(file.time for file in self._records.files.values())
+        silent = self._clock() - max(file.time for file in self._files.values())
         patience = max(_SILENT_SECONDS, _SILENT_STEPS * lead.seconds)
         if alive is False or (alive is None and silent > patience):
             return State.LOST
         return State.RUNNING if self.newest is not None else State.WAITING
 
     @property
-    def newest(self) -> StepLine | None:
-        """Return the newest step as rank 0 recorded it."""
-        return self._records.newest
-
-    @property
     def step(self) -> int:
         """Return how many steps are done."""
-        return self._records.step
-
-    @property
-    def evaluations(self) -> Sequence[EvaluationLine]:
-        """Return the evaluations on held-out data, in order."""
-        return self._records.evaluations
-
-    @property
-    def events(self) -> Sequence[Event]:
-        """Return what has happened to the run, in order; of very many events the last ones."""
-        return self._records.events
-
-    @property
-    def checkpoint(self) -> int | None:
-        """Return the step of the newest checkpoint that was saved."""
-        return self._records.checkpoint
-
-    @property
-    def slowdowns(self) -> tuple[float, ...]:
-        """Return each rank's computing over that of the plan, as last compared; empty if that was never done."""
-        return self._records.slowdowns
+        if self._lead is None:
+            return 0
+        return self._lead.steps[-1].step if self._lead.steps else self._lead.about.resumed_at
 
     @property
     def total_steps(self) -> int | None:
@@ -265,7 +276,7 @@ class LiveRun:
     @property
     def step_seconds(self) -> float | None:
         """Return how long a step takes, as the mean over the last ones."""
-        return self._records.lead.seconds if self._records.lead is not None and self._records.lead.steps else None
+        return self._lead.seconds if self._lead is not None and self._lead.steps else None
 
     @property
     def forecast(self) -> float | None:
@@ -275,11 +286,10 @@ class LiveRun:
     @property
     def speed(self) -> tuple[float, str] | None:
         """Return how much is trained on in a second, and in which unit: samples, or for example tokens."""
-        if self._records.lead is None or not self._records.lead.steps or not self._records.lead.wall:
+        if self._lead is None or not self._lead.wall:
             return None
-        steps = self._records.lead.steps
-        done = sum(step.batch if step.unit == "samples" else step.units for step in steps)
-        return done / self._records.lead.wall, printable(steps[-1].unit, 20)
+        steps = self._lead.steps
+        return sum(step.trained_on for step in steps) / self._lead.wall, printable(steps[-1].unit, 20)
 
     @property
     def seconds_left(self) -> float | None:
@@ -294,41 +304,53 @@ class LiveRun:
         held_out = self.evaluations[-1].accuracy if self.evaluations else None
         return held_out if held_out is not None else self.newest.accuracy if self.newest is not None else None
 
-    @property
-    def points(self) -> list[Point]:
-        """Return the loss and the accuracy of the training's batches over its steps, at most some thousand points."""
-        return self._records.curve.points
-
     # What is known of its ranks.
 
     @property
     def members(self) -> list[Member]:
         """Return the ranks of the newest group, in order; those that record elsewhere as they have told rank 0."""
-        about = self.about
-        if about is None:
-            return []
-        found = dict(self._records.told)
-        for file in self._records.files.values():
-            rank = file.about.rank
-            known = found.get(rank)
-            if self._records.is_of_group(file) and (
-                known is None or not known.is_recorded or known.about.time < file.about.time
-            ):
-                found[rank] = file
-        ranks = {rank for stage in self.plan.stages for rank in stage.ranks} | set(found)
-        return [self._member(rank, found.get(rank)) for rank in sorted(ranks)]
-
-    def _member(self, rank: int, file: RankFile | None) -> Member:
-        stages = tuple(number for number, stage in enumerate(self.plan.stages) if rank in stage.ranks)
-        slowdown = self.slowdowns[rank] if 0 <= rank < len(self.slowdowns) else None
-        return file.member(rank, stages, slowdown) if file is not None else Member(rank, stages, slowdown)
+        found = self._members()
+        stages = self.plan.stages
+        ranks = {rank for stage in stages for rank in stage.ranks} | set(found)
+        members = []
+        for rank in sorted(ranks) if self._lead is not None else ():
+            held = tuple(number for number, stage in enumerate(stages) if rank in stage.ranks)
+            slowdown = self.slowdowns[rank] if 0 <= rank < len(self.slowdowns) else None
+            file = found.get(rank)
+            members.append(file.member(rank, held, slowdown) if file is not None else Member(rank, held, slowdown))
+        return members
 
     @property
-    def timeline(self) -> tuple[int, dict[int, TimelineLine]] | None:
+    def splits(self) -> dict[int, Series]:
+        """Return the compute, transfer and wait of the members over their steps, by rank."""
+        return {rank: file.split for rank, file in self._members().items()}
+
+    def _members(self) -> dict[int, RankFile]:
+        """Return what is known of the members of the newest group, by their rank."""
+        found = dict(self._told)
+        for file in self._files.values():
+            known = found.get(file.about.rank)
+            newer = known is None or not known.is_recorded or known.about.time < file.about.time
+            if newer and self._is_of_group(file):
+                found[file.about.rank] = file
+        return found
+
+    @property
+    def timeline(self) -> tuple[int, dict[int, TimelineRecord]] | None:
         """Return what the ranks did when in the newest step of which that is recorded, by rank, with the step."""
-        lines = [(file.about.rank, line) for file in self._records.files.values() for line in file.timelines]
+        lines = [(file.about.rank, line) for file in self._files.values() for line in file.timelines]
         if not lines:
             return None
         steps = [line.step for _, line in lines]
         newest = max(steps, key=lambda step: (steps.count(step), step))  # the one that most ranks have recorded
         return newest, {rank: line for rank, line in sorted(lines, key=lambda pair: pair[0]) if line.step == newest}
+
+
+def _names(there: RunInfo, elsewhere: RunInfo) -> list[str]:
+    """Return which members of one group another one lacks, as far as the records say who they are."""
+    known = {one.started_as_rank for one in elsewhere.members}
+    return [
+        f"rank {one.started_as_rank} ({printable(one.host, MOST_NAME)})"
+        for one in there.members
+        if known and one.started_as_rank not in known
+    ]

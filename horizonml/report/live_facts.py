@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import threading
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from horizonml.engine.clock import KINDS, Kind
-from horizonml.report.lines import EndLine, RunRecord, StepLine, TimelineLine
+from horizonml.telemetry.fields import Record
+from horizonml.telemetry.record import EndRecord, StepRecord, TimelineRecord
+from horizonml.telemetry.run_info import RunInfo
 from horizonml.text import printable
 
 WINDOW = 20  # steps over which speeds and shares are averaged
-_MOST_POINTS = 2000
+MOST_POINTS = 1500
 _MOST_TIMELINES = 2  # of each rank
-_MOST_NAME = 64  # characters of a machine's name
+MOST_NAME = 64  # characters of a device's name
+_revisions = itertools.count(1)
 
 
 class State(StrEnum):
@@ -39,50 +45,76 @@ class Event:
     text: str
 
 
-@dataclass(frozen=True)
-class Point:
-    """Some steps that follow each other, as one point of a curve."""
+@dataclass
+class _Bucket:
+    """Sums up the values of some steps that follow each other."""
 
-    step: int  # the last one of them
-    time: float  # when it ended
-    loss: float  # mean
-    accuracy: float | None
-    seconds: float  # of a step, mean
+    first: int
+    last: int
+    sums: list[float]
+    counts: list[int]
+
+    def add(self, other: _Bucket) -> None:
+        """Take up the steps of another bucket, which come later."""
+        self.last = other.last
+        self.sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]
+        self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+
+    def point(self) -> list[float | None]:
+        """Return the last step, and the mean of each value that was known."""
+        means = (total / number if number else None for total, number in zip(self.sums, self.counts, strict=True))
+        return [self.last, *(None if mean is None else float(f"{mean:.6g}") for mean in means)]
 
 
-class Curve:
-    """Holds loss and accuracy over all steps in a bounded number of points: the longer the run, the coarser."""
+class Series:
+    """Holds the means of several values over the steps of a run in a bounded number of points: the longer, the coarser.
 
-    def __init__(self, most: int = _MOST_POINTS) -> None:
+    `revision` changes whenever points other than the newest one do, so that a client that has the others must ask for
+    all of them again. It is never that of another series, or of an earlier time. Several threads may use a series.
+    """
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
         self._most, self._stride = most, 1
-        self.points: list[Point] = []
-        self._open: list[StepLine] = []  # steps that do not make a point yet
+        self._buckets: list[_Bucket] = []
+        self._lock = threading.Lock()
+        self.revision = next(_revisions)
 
-    def add(self, step: StepLine) -> None:
+    def add(self, step: int, values: Sequence[float | None]) -> None:
         """Add a step; those that were done before from its number on are done again, and no longer count."""
-        while self._open and self._open[-1].step >= step.step:
-            self._open.pop()
-        while self.points and self.points[-1].step >= step.step:
-            self.points.pop()
-        self._open.append(step)
-        if len(self._open) >= self._stride:
-            self.points.append(_mean([Point(s.step, s.time, s.loss, s.accuracy, s.wall) for s in self._open]))
-            self._open = []
-        if len(self.points) >= self._most:
-            self.points = [_mean(self.points[at : at + 2]) for at in range(0, len(self.points), 2)]
+        known = [value is not None and math.isfinite(value) for value in values]
+        sums = [value if fine and value is not None else 0.0 for value, fine in zip(values, known, strict=True)]
+        new = _Bucket(step, step, sums, list(map(int, known)))
+        with self._lock:
+            while self._buckets and self._buckets[-1].first >= step:
+                self._buckets.pop()
+                self.revision = next(_revisions)
+            self._append(self._buckets, new)
+            if len(self._buckets) > self._most:
+                self._halve()
+
+    def _append(self, buckets: list[_Bucket], new: _Bucket) -> None:
+        if buckets and (buckets[-1].first - 1) // self._stride == (new.first - 1) // self._stride:
+            buckets[-1].add(new)
+        else:
+            buckets.append(new)
+
+    def _halve(self) -> None:
+        """Join neighbours until there is room again."""
+        self.revision = next(_revisions)
+        while len(self._buckets) > self._most:
             self._stride *= 2
+            merged: list[_Bucket] = []
+            for bucket in self._buckets:
+                self._append(merged, bucket)
+            self._buckets = merged
 
-
-def _mean(points: list[Point]) -> Point:
-    accuracies = [point.accuracy for point in points if point.accuracy is not None]
-    number = len(points)
-    return Point(
-        points[-1].step,
-        points[-1].time,
-        sum(point.loss for point in points) / number,
-        sum(accuracies) / len(accuracies) if accuracies else None,
-        sum(point.seconds for point in points) / number,
-    )
+    def since(self, step: int = 0) -> list[list[float | None]]:
+        """Return the points whose last step is `step` or a later one: each its last step, and the means."""
+        with self._lock:
+            start = len(self._buckets)
+            while start and self._buckets[start - 1].last >= step:
+                start -= 1
+            return [bucket.point() for bucket in self._buckets[start:]]
 
 
 @dataclass(frozen=True)
@@ -117,24 +149,22 @@ class Member:
 class RankFile:
     """Sums up what one process has recorded of the newest group that it is a member of, or has told rank 0 of it."""
 
-    def __init__(
-        self, started_as: int, about: RunRecord, before: RankFile | None = None, is_recorded: bool = True
-    ) -> None:
+    def __init__(self, started_as: int, about: RunInfo, before: RankFile | None, is_recorded: bool = True) -> None:
         self.started_as, self.about, self.is_recorded = started_as, about, is_recorded
-        self.steps: deque[StepLine] = deque(maxlen=WINDOW)
-        self.timelines: deque[TimelineLine] = deque(maxlen=_MOST_TIMELINES)
-        self.end: EndLine | None = None
+        self.steps: deque[StepRecord] = deque(maxlen=WINDOW)
+        self.split: Series = Series() if before is None else before.split  # compute, transfer, wait: of all its groups
+        self.timelines: deque[TimelineRecord] = deque(maxlen=_MOST_TIMELINES)
+        self.end: EndRecord | None = None
         self.time: float = max(about.time, before.time if before is not None else 0.0)  # of the newest record
 
-    def note_time(self, line: Mapping[str, Any]) -> None:
+    def take_time(self, record: Record) -> None:
         """Note when a record was made."""
-        when = line.get("time")
-        if isinstance(when, int | float) and self.time < when < 1e12:
-            self.time = float(when)
+        self.time = max(self.time, record.time)
 
-    def step(self, step: StepLine) -> None:
+    def step(self, step: StepRecord) -> None:
         """Take up a step."""
         self.steps.append(step)
+        self.split.add(step.step, (step.compute, step.transfer, step.wait))
 
     @property
     def wall(self) -> float:
@@ -150,34 +180,36 @@ class RankFile:
         """Return what is known of the rank."""
         about, machine, wall = self.about, self.about.machine, self.wall
         last = self.steps[-1] if self.steps else None
-        directions = sorted({name for step in self.steps for name in step.links})
-        flows = [
-            {
-                printable(name, 20): sum(step.links.get(name, (0, 0))[way] for step in self.steps) / wall
-                for name in directions
-            }
-            for way in (0, 1)
-            if wall > 0
-        ] or [{}, {}]
-        return Member(
+        found = Member(
             rank=rank,
             stages=stages,
             slowdown=slowdown,
             is_recorded=self.is_recorded,
             started_as=self.started_as,
-            host=printable(about.host, _MOST_NAME),
-            node=printable(about.node or about.host, _MOST_NAME),
-            processor=printable(machine.processor, _MOST_NAME) if machine is not None else "",
-            architecture=printable(machine.architecture, _MOST_NAME) if machine is not None else "",
+            host=printable(about.host, MOST_NAME),
+            node=printable(about.node or about.host, MOST_NAME),
+            processor=printable(machine.processor, MOST_NAME) if machine is not None else "",
+            architecture=printable(machine.architecture, MOST_NAME) if machine is not None else "",
             cores=about.cores,
             threads=about.threads,
             memory=about.memory,
-            rss_bytes=last.rss_bytes if last is not None else None,
-            cores_used=sum(step.cpu_seconds for step in self.steps) / wall if wall > 0 else None,
-            step=last.step if last is not None else None,
             time=self.time,
-            seconds=self.seconds if last is not None else None,
-            split={kind: sum(step.seconds(kind) for step in self.steps) / wall for kind in KINDS} if wall > 0 else {},
-            sent=flows[0],
-            received=flows[1],
         )
+        if last is None:
+            return found
+        found = replace(found, step=last.step, rss_bytes=last.rss_bytes, seconds=self.seconds)
+        return found if wall <= 0 else replace(found, **self._rates(wall))
+
+    def _rates(self, wall: float) -> dict[str, Any]:
+        """Return what is divided by the seconds of the last steps."""
+        ways = sorted({way for step in self.steps for way in step.links})
+        flows = [
+            {printable(way, 20): sum(step.links.get(way, (0, 0))[side] for step in self.steps) / wall for way in ways}
+            for side in (0, 1)
+        ]
+        return {
+            "cores_used": sum(step.cpu_seconds for step in self.steps) / wall,
+            "split": {kind: sum(step.seconds(kind) for step in self.steps) / wall for kind in KINDS},
+            "sent": flows[0],
+            "received": flows[1],
+        }

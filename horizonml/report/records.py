@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,18 +10,17 @@ from typing import TypeVar
 
 from horizonml.errors import HorizonError
 from horizonml.report.history import History, Stretch, history
-from horizonml.report.lines import (
-    EndLine,
-    EvaluationLine,
-    MemberFacts,
-    RanksLine,
-    RecoveryLine,
-    RunRecord,
-    StageFacts,
-    StepLine,
-    TimelineLine,
-    read_records,
+from horizonml.telemetry.fields import Record
+from horizonml.telemetry.log import rank_files, read_records
+from horizonml.telemetry.record import (
+    EndRecord,
+    EvaluationRecord,
+    RanksRecord,
+    RecoveryRecord,
+    StepRecord,
+    TimelineRecord,
 )
+from horizonml.telemetry.run_info import RunInfo, StageFacts
 
 _WARM_UP = 3  # the first steps pay for caches and connections
 
@@ -36,18 +34,18 @@ class RankRecords:
     steps that were made as `run` describes them: by the same rank, by the same plan, among as many others.
     """
 
-    run: RunRecord
-    steps: list[StepLine] = field(default_factory=list)
-    timed: list[StepLine] = field(default_factory=list)
-    evaluations: list[EvaluationLine] = field(default_factory=list)
-    timelines: list[TimelineLine] = field(default_factory=list)
-    recoveries: list[RecoveryLine] = field(default_factory=list)  # of all attempts, in the order of time
+    run: RunInfo
+    steps: list[StepRecord] = field(default_factory=list)
+    timed: list[StepRecord] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    timelines: list[TimelineRecord] = field(default_factory=list)
+    recoveries: list[RecoveryRecord] = field(default_factory=list)  # of all attempts, in the order of time
     stretches: list[Stretch] = field(default_factory=list)  # what was recorded of each group, nothing left out
-    told: list[tuple[RanksLine, RunRecord]] = field(default_factory=list)  # what all ranks have told, on rank 0
+    told: list[tuple[RanksRecord, RunInfo]] = field(default_factory=list)  # what all ranks have told, on rank 0
     is_recorded: bool = True  # whether these are the rank's own records, and not what it has told rank 0
 
     @property
-    def settled(self) -> list[StepLine]:
+    def settled(self) -> list[StepRecord]:
         """Return the timed steps without the first few, as far as there are more."""
         return self.timed[min(_WARM_UP, len(self.timed) // 2) :]
 
@@ -66,12 +64,12 @@ class Run:
         return self.ranks[0]
 
     @cached_property
-    def steps(self) -> list[StepLine]:
+    def steps(self) -> list[StepRecord]:
         """Return every step of the run once, as the lowest rank that was there recorded it."""
         return _newest(step for rank in reversed(self.ranks) for step in rank.steps)
 
     @cached_property
-    def evaluations(self) -> list[EvaluationLine]:
+    def evaluations(self) -> list[EvaluationRecord]:
         """Return every evaluation once, in the same way."""
         return _newest(one for rank in reversed(self.ranks) for one in rank.evaluations)
 
@@ -94,11 +92,10 @@ def load_run(name: str, folder: Path) -> Run:
     only the files of the newest group count, ordered by the ranks that they had in it. A rank that has recorded
     elsewhere is as it has told rank 0.
     """
-    named = (path for path in folder.glob("rank-*.jsonl") if re.fullmatch(r"rank-\d{1,9}", path.stem, re.ASCII))
-    files = sorted(named, key=lambda path: int(path.stem.partition("-")[2]))
+    files = rank_files(folder)
     if not files:
         raise HorizonError(f"{folder} has no records of a run (rank-*.jsonl)")
-    loaded = {path: _load_rank(path) for path in files}
+    loaded = {path: _load_rank(path) for path in files.values()}
     trained = [rank for rank, _ in loaded.values() if rank.steps]
     newest = max((rank.run for rank in trained), key=lambda run: run.time, default=None)
     members: dict[int, RankRecords] = {}
@@ -124,67 +121,97 @@ def _elsewhere(lead: RankRecords | None) -> Iterator[tuple[int, RankRecords]]:
     base = {step.step: step for step in lead.steps}
     for member in lead.run.members:
         run = lead.run.of(member)
-        steps: dict[int, tuple[StepLine, RunRecord]] = {}
-        for line, about in lead.told:
+        steps: dict[int, tuple[StepRecord, RunInfo]] = {}
+        for told, about in lead.told:
             then = next((one for one in about.members if one.started_as_rank == member.started_as_rank), None)
             if then is not None:
-                steps |= {step.step: (step, about.of(then)) for step in _told_steps(line, then, base)}
-        done = [steps[number] for number in sorted(steps)]
-        timed = [step for step, about in done if about.setting == run.setting]
-        if timed:
-            yield member.rank, RankRecords(run, [step for step, _ in done], timed, is_recorded=False)
+                steps |= {step.step: (step, about.of(then)) for step in _told_steps(told, then.rank, base)}
+        if any(about.setting == run.setting for _, about in steps.values()):
+            yield member.rank, RankRecords(run, *_timed(run, steps), is_recorded=False)
 
 
-def _told_steps(line: RanksLine, member: MemberFacts, base: dict[int, StepLine]) -> Iterator[StepLine]:
-    """Yield the steps that a line sums up for a member, each as their mean; `base` has those of rank 0."""
-    facts = line.ranks[member.rank] if 0 <= member.rank < len(line.ranks) else None
-    for number in range(line.step - facts.steps, line.step) if facts is not None else ():
-        step = line.step_of(member.rank, base[number]) if number in base else None
+def _told_steps(told: RanksRecord, rank: int, base: dict[int, StepRecord]) -> Iterator[StepRecord]:
+    """Yield the steps that a record sums up for a rank, each as their mean; `base` has those of rank 0."""
+    facts = told.ranks[rank] if 0 <= rank < len(told.ranks) else None
+    if facts is None or not base:
+        return
+    for number in range(max(min(base), told.step - facts.steps), min(max(base) + 1, told.step)):
+        step = told.step_of(rank, base[number]) if number in base else None
         if step is not None:
             yield step
 
 
-def _load_rank(path: Path) -> tuple[RankRecords, RunRecord]:
+def _timed(run: RunInfo, steps: dict[int, tuple[StepRecord, RunInfo]]) -> tuple[list[StepRecord], list[StepRecord]]:
+    """Return the steps in order, and those of them that were made as `run` describes them."""
+    ordered = [steps[number] for number in sorted(steps)]
+    return [step for step, _ in ordered], [step for step, about in ordered if about.setting == run.setting]
+
+
+def _load_rank(path: Path) -> tuple[RankRecords, RunInfo]:
     """Return a rank's records, and the newest description of it, whether steps follow it or not."""
-    last = run = RunRecord()
-    steps: dict[int, tuple[StepLine, RunRecord]] = {}  # a step that was lost and done again counts once
-    evaluations: list[EvaluationLine] = []
-    timelines: list[tuple[TimelineLine, RunRecord]] = []
+    last = run = RunInfo()
+    steps: dict[int, tuple[StepRecord, RunInfo]] = {}  # a step that was lost and done again counts once
+    evaluations: list[EvaluationRecord] = []
+    timelines: list[tuple[TimelineRecord, RunInfo]] = []
     stretches = [Stretch(last)]
-    told: list[tuple[RanksLine, RunRecord]] = []
+    told: list[tuple[RanksRecord, RunInfo]] = []
     replans = False  # whether the same group goes on with another plan
     for record in read_records(path):
         match record:
-            case RunRecord():
+            case RunInfo():
                 last = record
                 if not replans:
                     stretches.append(Stretch(record))
-            case StepLine():
+            case StepRecord():
                 run = last
                 steps[record.step] = record, last
                 stretches[-1].done.append(record)
-            case EvaluationLine():
+            case EvaluationRecord():
                 evaluations.append(record)
                 stretches[-1].done.append(record)
-            case TimelineLine():
+            case TimelineRecord():
                 timelines.append((record, last))
-            case RecoveryLine():
+            case RecoveryRecord():
                 stretches[-1].recoveries.append(record)
-            case RanksLine():
+            case RanksRecord():
                 told.append((record, last))
-        replans = isinstance(record, EndLine) and record.outcome == "re-plan"
-    ordered = [steps[number] for number in sorted(steps)]
-    timed = [step for step, about in ordered if about.setting == run.setting]
+        replans = isinstance(record, EndRecord) and record.outcome == "re-plan"
     spans = [line for line, about in timelines if about.setting == run.setting]
     recoveries = [line for part in stretches for line in part.recoveries]
-    done = [step for step, _ in ordered]
-    return RankRecords(run, done, timed, _newest(evaluations), spans, recoveries, stretches, told), last
+    return RankRecords(run, *_timed(run, steps), _newest(evaluations), spans, recoveries, stretches, told), last
 
 
-_Line = TypeVar("_Line", StepLine, EvaluationLine)
+_Record = TypeVar("_Record", StepRecord, EvaluationRecord)
 
 
-def _newest(lines: Iterable[_Line]) -> list[_Line]:
+def _newest(records: Iterable[_Record]) -> list[_Record]:
     """Return the last record of each step, in the order of the steps."""
-    found = {line.step: line for line in lines}
+    found = {one.step: one for one in records}
     return [found[number] for number in sorted(found)]
+
+
+def lead_records(folder: Path) -> list[Record]:
+    """Return what rank 0 recorded, whichever process that was, in the order of time; every step and evaluation once.
+
+    Of a step that was lost and done again, the last record counts. Steps and evaluations that no rank 0 recorded here
+    are as any rank did. Raises HorizonError if a file cannot be read.
+    """
+    found: list[tuple[bool, float, Record]] = []
+    for path in rank_files(folder).values():
+        leads = False
+        for record in read_records(path):
+            if isinstance(record, RunInfo):
+                leads = record.rank == 0
+            if isinstance(record, TimelineRecord):
+                continue  # which has no time
+            if leads or isinstance(record, RunInfo | StepRecord | EvaluationRecord):
+                found.append((leads, record.time, record))
+    found.sort(key=lambda one: one[:2])
+    is_led = bool(found) and found[-1][0]
+    kept: dict[tuple[str, int], tuple[float, Record]] = {}
+    for number, (leads, when, record) in enumerate(found):
+        if isinstance(record, StepRecord | EvaluationRecord):
+            kept[record.kind, record.step] = when, record
+        elif leads or not is_led:
+            kept["", number] = when, record
+    return [record for _, record in sorted(kept.values(), key=lambda one: one[0])]

@@ -30,8 +30,8 @@ from horizonml.report.charts import (
     series_styles,
 )
 from horizonml.report.history import Change, Formed, History
-from horizonml.report.lines import SpanLine
 from horizonml.report.records import RankRecords, Run
+from horizonml.telemetry.record import Span
 from horizonml.text import count, human_seconds, percent
 
 _WORK = {
@@ -211,10 +211,10 @@ def predicted(plan: Plan, prediction: Prediction, names: Sequence[str], path: Pa
     axis = figure.subplots()
     axis.set_xlim(0, 1000 * prediction.seconds)
     for span in prediction.spans:
-        line = SpanLine("compute", span.kind, span.micro, span.begin, span.end)
+        line = Span("compute", span.kind, span.micro, span.begin, span.end)
         _draw_span(axis, order.index(span.rank), line, lane=(-0.12, 0.5))
     for sender, _, begin, end in prediction.messages:
-        _draw_span(axis, order.index(sender), SpanLine("transfer", "send", -1, begin, end), lane=(0.26, 0.18))
+        _draw_span(axis, order.index(sender), Span("transfer", "send", -1, begin, end), lane=(0.26, 0.18))
     labels = []
     for rank in order:
         if rank in plan.spare:
@@ -248,7 +248,7 @@ def _rank_label(rank: RankRecords) -> str:
     return f"{name} (stage {rank.run.stage})" if len(rank.run.plan.stages) > 1 else name
 
 
-def _draw_span(axis: Axes, row: int, span: SpanLine, lane: tuple[float, float] = (0.0, 0.7)) -> None:
+def _draw_span(axis: Axes, row: int, span: Span, lane: tuple[float, float] = (0.0, 0.7)) -> None:
     """Draw what a rank did, in milliseconds; `lane` is its place within the row, and its height."""
     kind, what, micro, begin, end = span.kind, span.what, span.micro, 1000 * span.begin, 1000 * span.end
     low, high = axis.get_xlim()

@@ -1,7 +1,4 @@
-"""The parts of a report: findings in words, tables and pictures.
-
-Reads what the rank 0 of each group recorded, as one sequence, whichever process it was.
-"""
+"""The parts of a report: findings in words, tables and pictures."""
 
 from __future__ import annotations
 
@@ -11,16 +8,14 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from horizonml.engine.clock import KINDS
-from horizonml.errors import HorizonError
 from horizonml.files import write_atomically, writing
 from horizonml.report.history import Change, describe
 from horizonml.report.records import RankRecords, Run
-from horizonml.report.summary import Summary, traffic
-from horizonml.telemetry.log import read_lines
+from horizonml.report.summary import MEDIANS, Summary, traffic
 from horizonml.telemetry.record import Source
 from horizonml.text import human_bytes, human_seconds, percent, printable
 
@@ -55,6 +50,11 @@ class Section:
     brief: Table | None = None  # what fits a terminal
 
 
+def _median(name: str, summary: Summary) -> str:
+    value = summary.medians[name]
+    return "-" if value is None else f"{value:.3g}"
+
+
 COLUMNS: dict[str, Callable[[Summary], str]] = {
     "ranks": lambda s: str(s.ranks),
     "members per stage": lambda s: s.plan,
@@ -74,7 +74,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "memory, mean rank": lambda s: human_bytes(s.rss_mean_bytes),
     "memory, peak rank": lambda s: human_bytes(s.rss_peak_bytes),
     "best checkpoint": lambda s: "-" if s.best_step is None else f"step {s.best_step}",
-    "gradient norm, median": lambda s: "-" if s.gradient_norm is None else f"{s.gradient_norm:.3g}",
+    **{label: partial(_median, name) for name, label in MEDIANS.items()},
     "gradient divergence": lambda s: "-" if s.divergence is None else f"{s.divergence:.2f}",
     "sent per step": lambda s: human_bytes(s.bytes_per_step),
     "sent per second": lambda s: human_bytes(s.bytes_per_second) + "/s",
@@ -194,32 +194,3 @@ def write_numbers(path: Path, rows: Sequence[Mapping[str, Value]], document: Map
         write_atomically(table, text.getvalue().encode())
         write_atomically(data, (json.dumps(document, indent=2) + "\n").encode())
     return [table, data]
-
-
-def lead_records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's rank 0 in the order of time, every step and evaluation once.
-
-    Of a step that was lost and done again, the last record counts. Raises HorizonError if there are none.
-    """
-    found: list[dict[str, Any]] = []
-    for path in folder.glob("rank-*.jsonl"):
-        leads = False
-        try:
-            for record in read_lines(path):
-                if record.get("kind") == "run":
-                    leads = record.get("rank", 0) == 0
-                if leads and ("time" in record or record.get("kind") == "run"):
-                    found.append(record)
-        except (OSError, ValueError, AttributeError) as error:
-            raise HorizonError(f"{path} cannot be read: {error}") from error
-    if not any(record.get("kind") == "step" for record in found):
-        raise HorizonError(f"{folder} has no steps of a run that rank 0 recorded (rank-*.jsonl)")
-    found.sort(key=lambda record: float(record.get("time", 0.0)))
-    last = {_key(record, number): number for number, record in enumerate(found)}
-    return [record for number, record in enumerate(found) if last[_key(record, number)] == number]
-
-
-def _key(record: dict[str, Any], number: int) -> tuple[str, int]:
-    """Return what the records of one event have in common; `number` sets apart those that happen only once."""
-    kind = str(record.get("kind"))
-    return (kind, int(record["step"])) if kind in ("step", "evaluation") else (kind, -number - 1)

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import base64
 import html
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from horizonml import __version__
 from horizonml.errors import HorizonError
+from horizonml.report.records import lead_records
 from horizonml.report.section import Picture, Section, Table, Value
-from horizonml.telemetry.log import read_lines
-
-_ABOUT = {"kind", "step", "epoch", "time", "seconds", "samples", "within_epoch", "best"}  # the others are metrics
+from horizonml.telemetry.record import EvaluationRecord
 
 
 @dataclass(frozen=True)
@@ -42,14 +39,10 @@ class Spread:
 
 def last_evaluation(folder: Path) -> dict[str, float]:
     """Return the metrics of a run's last evaluation on held-out data. Raises HorizonError if there is none."""
-    last: dict[str, Any] = {}
-    for path in sorted(folder.glob("rank-*.jsonl")):
-        for line in read_lines(path):
-            if line.get("kind") == "evaluation" and line["time"] >= last.get("time", -math.inf):
-                last = line
-    if not last:
+    last = next((one for one in reversed(lead_records(folder)) if isinstance(one, EvaluationRecord)), None)
+    if last is None:
         raise HorizonError(f"{folder} has no records of an evaluation")
-    return {f"held_out_{name}": float(value) for name, value in last.items() if name not in _ABOUT}
+    return {f"held_out_{name}": value for name, value in {"loss": last.loss, **last.metrics}.items()}
 
 
 def spreads(folders: Mapping[int, Path]) -> list[Spread]:

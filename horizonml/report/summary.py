@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from horizonml.engine.clock import KINDS
-from horizonml.report.lines import StepLine
 from horizonml.report.records import Run
+from horizonml.telemetry.record import SHOWN, StepRecord
 
 _PARTS = 5  # a run with fewer than three epochs is judged by as many parts of equal length
+# Which fields of a step's record reports show as their median, and what they call it.
+MEDIANS = {name: how.column for name, how in SHOWN[StepRecord].items() if how.column}
 _DIRECTIONS = {"previous": "previous stage", "next": "next stage", "members": "members"}
 
 
@@ -42,7 +45,6 @@ class Summary:
     rss_peak_bytes: int  # of the largest rank
     idle_rss_bytes: int  # of a process that has only imported torch
     best_step: int | None  # of the best checkpoint, if one was to be kept
-    gradient_norm: float | None  # the median over steps, before clipping; None if gradients were not clipped
     divergence: float | None  # |g_i - g| / |g|, mean over members and measured steps; None if never measured
     bytes_per_step: float  # sent by all ranks together
     bytes_per_second: float
@@ -54,6 +56,13 @@ class Summary:
     goodput: float | None  # the share of the wall time that changes of the group have not taken; None if unknown
     perplexity: float | None = None  # of a language model, on held-out data
     unigram: float | None = None  # what frequencies alone would reach there
+    medians: dict[str, float | None] = field(default_factory=dict)  # over steps, of the fields that `MEDIANS` names
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as a row of a table; the medians stand beside the others."""
+        found = asdict(self)
+        medians: dict[str, Any] = found.pop("medians")
+        return found | medians
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,6 @@ def summarise(run: Run) -> Summary:
     hosts = {rank.run.node or rank.run.host: rank.run.cores for rank in run.ranks}
     sent = sum(step.bytes_sent for step in everyone)
     divergences = [step.divergence for step in everyone if step.divergence is not None]
-    norms = [step.gradient_norm for step in run.steps if step.gradient_norm is not None]
     joules = [step.joules for step in everyone if step.joules is not None]
     metered = bool(joules) and not run.missing and all(rank.is_recorded for rank in run.ranks)
     last = epochs[max(epochs)]
@@ -112,7 +120,6 @@ def summarise(run: Run) -> Summary:
         rss_peak_bytes=max(step.rss_bytes for rank in run.ranks for step in rank.steps),
         idle_rss_bytes=max(rank.run.rss_idle_bytes for rank in run.ranks),
         best_step=max((one.step for one in run.evaluations if one.best), default=None),
-        gradient_norm=statistics.median(norms) if norms else None,
         divergence=statistics.mean(divergences) if divergences else None,
         bytes_per_step=sent / len(lead.settled),
         bytes_per_second=sent / sum(step.wall for step in lead.settled),
@@ -124,7 +131,13 @@ def summarise(run: Run) -> Summary:
         goodput=run.history.goodput,
         perplexity=evaluation.perplexity if evaluation else None,
         unigram=run.lead.run.unigram,
+        medians={name: _median([getattr(step, name) for step in run.steps]) for name in MEDIANS},
     )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def traffic(run: Run) -> Iterator[Traffic]:
@@ -137,7 +150,7 @@ def traffic(run: Run) -> Iterator[Traffic]:
                 yield Traffic(rank.run.rank, words, sent / len(rank.settled), sent / seconds)
 
 
-def _speeds(steps: Sequence[StepLine]) -> list[float]:
+def _speeds(steps: Sequence[StepRecord]) -> list[float]:
     """Return the samples per second of each part of a run: of its epochs, or of fifths where it has fewer than three.
 
     The median of these is the run's speed, and the time of an epoch follows from it, so that the two always agree.
@@ -149,8 +162,8 @@ def _speeds(steps: Sequence[StepLine]) -> list[float]:
     return [sum(step.batch for step in part) / sum(step.wall for step in part) for part in parts]
 
 
-def _by_epoch(steps: Sequence[StepLine]) -> dict[int, list[StepLine]]:
-    epochs: dict[int, list[StepLine]] = {}
+def _by_epoch(steps: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:
+    epochs: dict[int, list[StepRecord]] = {}
     for step in steps:
         epochs.setdefault(step.epoch, []).append(step)
     return epochs

@@ -6,6 +6,7 @@ terminal with control characters in it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from rich.text import Text
 
 from horizonml.engine.clock import KINDS
 from horizonml.planner.record import Planning
-from horizonml.report.lines import StageFacts
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import Member, State
 from horizonml.telemetry.record import metric_text
+from horizonml.telemetry.run_info import StageFacts
 from horizonml.text import human_bytes, human_seconds, printable
 
 _COLOURS = {"compute": "green", "transfer": "yellow", "wait": "bright_black"}
@@ -127,7 +128,7 @@ def _head(run: LiveRun, width: int, chars: Characters) -> list[Text]:
         planned = f" (predicted {human_seconds(run.forecast)})" if run.forecast else ""
         words.append(f"{human_seconds(run.step_seconds)} a step{planned}")
     lines.append(Text(chars.dot.join(words)))
-    losses = [point.loss for point in run.points]
+    losses = [math.nan if point[1] is None else point[1] for point in run.curve.since()]
     curve = sparkline(losses, min(60, width - 22), chars.levels)
     if curve:
         ends = f" {losses[0]:.3g} to {losses[-1]:.3g}"
@@ -148,7 +149,7 @@ def sparkline(values: Sequence[float], width: int, levels: str = UNICODE.levels)
     if not finite:
         return "?" * cells
     low, high = min(finite), max(finite)
-    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
+    scale = (len(levels) - 1) / (high - low) if 0 < high - low < math.inf else 0.0
     return "".join(levels[round((mean - low) * scale)] if abs(mean) < float("inf") else "?" for mean in means)
 
 

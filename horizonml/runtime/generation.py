@@ -138,7 +138,7 @@ class Generation:
         guard.say_what_is_not_tried(plan)
         detector = self._detector(agreed, guard)
         members = describe_members(self.started_as, group.hosts, hosts, devices)
-        about = run_info(life, group, self.number, model, plan, here, members)
+        about = run_info(life, group, self.number, model, here, members)
         while True:
             with closing(self._session(plan, guard.executions())) as session:
                 data = self._load(session)

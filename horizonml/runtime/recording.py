@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from horizonml.data.dataset import DataInfo
 from horizonml.engine.session import Trainer
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
-from horizonml.machine.host import machine_info, versions
+from horizonml.machine.host import MachineInfo, machine_info, versions
 from horizonml.machine.resources import memory_limit
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
@@ -33,8 +32,8 @@ from horizonml.runtime.agreement import describe_problem, profile_key
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.telemetry.progress import display_for
-from horizonml.telemetry.record import RunInfo
 from horizonml.telemetry.recorder import Recorder
+from horizonml.telemetry.run_info import JobFacts, MemberFacts, PlanFacts, RunInfo
 from horizonml.text import count
 
 
@@ -43,9 +42,8 @@ def run_info(
     group: Group,
     number: int,
     model: Model,
-    plan: Plan,
     here: Host,
-    members: Sequence[Mapping[str, Any]],
+    members: Sequence[MemberFacts],
 ) -> RunInfo:
     """Return what the records of this rank begin with, in the group's formation `number` with these `members`."""
     return RunInfo(
@@ -53,17 +51,16 @@ def run_info(
         started_as_rank=life.rank,
         world_size=group.world_size,
         generation=number,
-        host=members[group.rank]["host"],
+        host=members[group.rank].host,
         node=group.hosts[group.rank],
-        job=life.job,
+        job=JobFacts.model_validate(life.job.model_dump()),
         layers=model.chain.names,
         rss_idle_bytes=life.idle,
         threads=torch.get_num_threads(),
         cores=here.cores,
         memory=memory_limit(),
-        machine=machine_info().to_json(),
+        machine=machine_info(),
         versions=versions(),
-        plan=plan,
         unigram=life.info.unigram if life.info is not None else None,
         device=computing().described if computing().accelerates else "",
         device_memory=computing().memory(),
@@ -73,23 +70,15 @@ def run_info(
 
 def describe_members(
     started_as: Sequence[int], nodes: Sequence[str], hosts: Sequence[Host], devices: Sequence[Mapping[str, object]]
-) -> list[dict[str, Any]]:
+) -> list[MemberFacts]:
     """Return who the ranks of the group are, for the records; `devices` are the `device_facts` of all ranks."""
     found = []
     for rank, (began_as, node, facts) in enumerate(zip(started_as, nodes, devices, strict=True)):
         host = next(host for host in hosts if rank in host.ranks)
         name, processor, architecture = (str(facts.get(key, "")) for key in ("name", "processor", "architecture"))
-        found.append(
-            {
-                "rank": rank,
-                "started_as_rank": began_as,
-                "host": name,
-                "node": node,
-                "cores": host.cores,
-                "memory": host.memory if math.isfinite(host.memory) else None,
-                "machine": {"processor": processor, "architecture": architecture},
-            }
-        )
+        memory = host.memory if math.isfinite(host.memory) else None
+        machine = MachineInfo(processor, architecture)
+        found.append(MemberFacts(rank, began_as, name, node, host.cores, memory, machine))
     return found
 
 
@@ -209,7 +198,7 @@ def recorder_for(
     seconds = forecast.seconds if forecast is not None else None
     about = replace(
         about,
-        plan=plan,
+        plan=PlanFacts.model_validate(plan.to_json()),
         forecast=seconds,
         resumed_at=done,
         expected_memory=expected,
@@ -220,11 +209,11 @@ def recorder_for(
     feeds = life.feeds if about.rank == 0 else None
     every = job.telemetry.timeline_every
     recorder = Recorder(file, display, about, every, life.metrics, energy, life.lifeline, feeds, life.folder.restore)
-    life.metrics.started(about, epochs, steps, done)
+    life.metrics.started(about, job, plan, done)
     if 0 < done < steps:
         recorder.message(f"{source} from step {done} of {steps}")
     if about.rank:
-        others = count(about.world_size - 1, "other rank")
+        others = count(session.group.world_size - 1, "other rank")
         held = [
             f"stage {number + 1} of {len(plan.stages)}, layers {plan.stages[number].start} to "
             f"{plan.stages[number].stop - 1}"

@@ -1,21 +1,40 @@
-"""Writes one JSON object per line to one file per rank, and never disturbs training."""
+"""The files of records: one JSON object per line, in one file per rank. Writing them never disturbs training.
+
+They are read as a whole, where any damage is an error, or as they grow, where what is damaged is counted and skipped.
+"""
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 import os
+import re
+import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
+from horizonml.errors import HorizonError
+from horizonml.telemetry.fields import Record
+from horizonml.telemetry.record import read
 from horizonml.text import escaped
 
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 1.0
 _MOST_LINE = 64 << 20  # bytes of a record; that of a step's timeline can take some
 _KEPT = 1 << 20  # bytes that wait for room on the disk
+_CHUNK = 1 << 20  # bytes that are read at a time
+_LATEST = 1e12  # Unix time
+
+
+def rank_files(folder: Path) -> dict[int, Path]:
+    """Return the files of records in a run's folder, by the rank that the process was started as, in order."""
+    named = ((path.stem.partition("-")[2], path) for path in folder.glob("rank-*.jsonl"))
+    return dict(sorted((int(rank), path) for rank, path in named if re.fullmatch(r"[0-9]{1,9}", rank)))
 
 
 class JsonLines:
@@ -120,6 +139,20 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a file whose kind is known. Raises HorizonError."""
+    try:
+        for line in read_lines(path):
+            try:
+                record = read(line)
+            except ValueError as error:
+                raise HorizonError(f"{path}: {error}") from None
+            if record is not None:
+                yield record
+    except (OSError, ValueError) as error:
+        raise HorizonError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
 def _shown(value: Any) -> Any:
     """Return a value with its texts as they may be shown."""
     if isinstance(value, str):
@@ -129,3 +162,94 @@ def _shown(value: Any) -> Any:
     if isinstance(value, dict):
         return {_shown(key): _shown(one) for key, one in value.items()}
     return value
+
+
+@dataclass
+class Tail:
+    """Reads one file from where the last reading has ended: whole lines only, and nothing twice."""
+
+    path: Path
+    damaged: int = 0  # lines that are no JSON object; they are skipped
+    _offset: int = 0
+    _file: tuple[int, int] | None = None  # which file was read
+    _rest: bytes = b""  # of a line that has not ended
+    _time: float = 0.0  # of the newest record that has one
+
+    @property
+    def is_replaced(self) -> bool:
+        """Return whether another file is there now, or this one was cut: what was read of it no longer holds."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return self._file is not None
+        return self._file not in (None, (now.st_dev, now.st_ino)) or now.st_size < self._offset
+
+    def read(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """Yield the lines that were added, each with its time: that of the line before it if it has none itself."""
+        while chunk := self._chunk():
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            for line in lines:
+                record = self._parse(line)
+                if record is not None:
+                    yield self._time, record
+            if len(self._rest) > _MOST_LINE:
+                self.damaged, self._rest = self.damaged + 1, b""
+
+    def _chunk(self) -> bytes:
+        """Return what comes next in the file, which is open only for that moment; nothing if it cannot be read."""
+        try:
+            with self.path.open("rb") as file:
+                now = os.fstat(file.fileno())
+                if not stat.S_ISREG(now.st_mode):
+                    return b""
+                if self._file is None:
+                    self._file = now.st_dev, now.st_ino
+                file.seek(self._offset)
+                chunk = file.read(_CHUNK)
+        except OSError:  # it was moved away, or its disk is gone; `is_replaced` tells
+            return b""
+        self._offset += len(chunk)
+        return chunk
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            self.damaged += bool(line.strip())
+            return None
+        when = record.get("time")
+        if isinstance(when, int | float) and 0 <= when < _LATEST:
+            self._time = float(when)
+        return record
+
+
+class Tails:
+    """Reads the files of all ranks in a run's folder as they grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[int, Tail] = {}  # by the rank that the process was started as
+
+    @property
+    def damaged(self) -> int:
+        """Return how many lines were skipped."""
+        return sum(tail.damaged for tail in self._files.values())
+
+    @property
+    def is_replaced(self) -> bool:
+        """Return whether the run was begun anew, so that all must be read again."""
+        return any(tail.is_replaced for tail in self._files.values())
+
+    def read(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the lines that were added to any file, in the order of time, with the rank whose file it is."""
+        for rank, path in rank_files(self._folder).items():
+            self._files.setdefault(rank, Tail(path))
+        added = (self._labelled(rank, tail) for rank, tail in sorted(self._files.items()))
+        for _, rank, line in heapq.merge(*added, key=itemgetter(0)):
+            yield rank, line
+
+    def _labelled(self, rank: int, tail: Tail) -> Iterator[tuple[float, int, dict[str, Any]]]:
+        for when, line in tail.read():
+            yield when, rank, line

@@ -1,4 +1,4 @@
-"""Updates one rank's Prometheus metrics, which `table` declares.
+"""Updates one rank's Prometheus metrics, which `record` and `table` declare.
 
 It also reads the CPU, memory and network use of a process and its container when Prometheus asks.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import psutil
@@ -15,12 +16,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from horizonml.engine.clock import KINDS, Step
+from horizonml.engine.clock import Step
+from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
 from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.machine.resources import available_cores, memory_limit, memory_used, throttled_seconds
-from horizonml.telemetry.record import SHARES, EvaluationRecord, RunInfo, Source, StepRecord, metric_key
-from horizonml.telemetry.table import CAUSES, CONTAINER, DIRECTIONS, TABLE, Cause, Goodput, MetricSpec
+from horizonml.plan.plan import Plan
+from horizonml.telemetry.fields import MetricSpec, Record, Shown, gauge
+from horizonml.telemetry.record import SHARES, SHOWN, EvaluationRecord, Source, StepRecord, metric_key
+from horizonml.telemetry.run_info import RunInfo
+from horizonml.telemetry.table import CAUSES, CONTAINER, TABLE, Cause, Goodput
 
 
 class Container(Collector):
@@ -62,7 +67,23 @@ class Container(Collector):
 
 
 _MEASURED = {"training": "the newest global batch", "held_out": "held-out data after the newest epoch"}
-_KINDS = {"gauge": Gauge, "counter": Counter, "histogram": Histogram}
+_KINDS = {"gauge": (Gauge, "set"), "counter": (Counter, "inc"), "histogram": (Histogram, "observe")}
+
+
+def _metrics_of(kind: type[Record]) -> dict[str, tuple[MetricSpec, Shown]]:
+    """Return the metrics that show fields of a kind of record, by the names of the fields."""
+    return {name: (how.metric, how) for name, how in SHOWN[kind].items() if how.metric is not None}
+
+
+# Of a gauge that every step has, only the newest value counts, which is set when Prometheus asks.
+_OF_STEP = _metrics_of(StepRecord)
+_NEWEST = {
+    one.name: _OF_STEP[one.name]
+    for one in fields(StepRecord)
+    if one.name in _OF_STEP and _OF_STEP[one.name][0].type == "gauge" and one.default is not None
+}
+_EACH = {name: found for name, found in _OF_STEP.items() if name not in _NEWEST}
+_OF_EVALUATION = _metrics_of(EvaluationRecord)
 
 
 class Metrics(Collector):
@@ -82,50 +103,49 @@ class Metrics(Collector):
         self._counted: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)  # lost seconds that the counters show
         self._carried: Callable[[], Mapping[str, float]] = dict  # what the tunnel has counted, by metric
         self._carried_before: Mapping[str, float] = {}
-        self._families: dict[str, MetricWrapperBase] = {}
+        self._families: dict[str, tuple[MetricWrapperBase, str]] = {}  # each with its way to take a value
+        self._series: dict[tuple[str, ...], Callable[[float], None]] = {}  # by the metric's name and its own labels
         self.registry.register(self)
         for spec in TABLE:
             self._add(spec)
         self.registry.register(Container(self.rank, root))
-        # What every step changes is looked up once.
-        self._phases = [self._histogram("step_phase_seconds", kind) for kind in KINDS]
-        self._load = self._counter("load_seconds")
-        self._traffic = [(d, self._counter("sent_bytes", d), self._counter("received_bytes", d)) for d in DIRECTIONS]
 
     def _add(self, spec: MetricSpec) -> None:
         """Register a metric of the table."""
         options = {"buckets": spec.buckets} if spec.type == "histogram" else {}
         name = f"horizonml_{spec.name}" + ("_total" if spec.type == "counter" else "")
-        family = _KINDS[spec.type](name, spec.meaning, ("rank", *spec.labels), registry=self.registry, **options)
-        self._families[spec.name] = family
+        kind, verb = _KINDS[spec.type]
+        family = kind(name, spec.meaning, ("rank", *spec.labels), registry=self.registry, **options)
+        self._families[spec.name] = family, verb
         if spec.from_zero:
             family.labels(self.rank)
         for value in spec.values or ():
             family.labels(self.rank, value)
 
-    def _gauge(self, name: str, *labels: str) -> Gauge:
-        gauge = self._families[name].labels(self.rank, *labels)
-        assert isinstance(gauge, Gauge)
-        return gauge
+    def _put(self, name: str, value: float = 1, *labels: str) -> None:
+        """Set a gauge, add to a counter, or let a histogram count a value. Series are hidden before their first one."""
+        put = self._series.get((name, *labels))
+        if put is None:
+            family, verb = self._families[name]
+            put = self._series[name, *labels] = getattr(family.labels(self.rank, *labels), verb)
+        put(value)
 
-    def _counter(self, name: str, *labels: str) -> Counter:
-        counter = self._families[name].labels(self.rank, *labels)
-        assert isinstance(counter, Counter)
-        return counter
-
-    def _histogram(self, name: str, *labels: str) -> Histogram:
-        histogram = self._families[name].labels(self.rank, *labels)
-        assert isinstance(histogram, Histogram)
-        return histogram
-
-    def _put(self, name: str, value: float) -> None:
-        """Set a gauge, which is hidden before its first value."""
-        self._gauge(name).set(value)
+    def _clear(self, name: str) -> None:
+        """Hide all series of a metric."""
+        self._families[name][0].clear()
+        self._series = {key: put for key, put in self._series.items() if key[0] != name}
 
     def _say(self, name: str, *labels: str) -> None:
         """Make these labels the only ones of an info metric."""
-        self._families[name].clear()
-        self._gauge(name, *labels).set(1)
+        self._clear(name)
+        self._put(name, 1, *labels)
+
+    def _show(self, record: Record, metrics: Mapping[str, tuple[MetricSpec, Shown]]) -> None:
+        """Let these metrics count the values of a record's fields, or hold them."""
+        for field, (spec, how) in metrics.items():
+            value = getattr(record, field)
+            if value is not None:
+                self._put(spec.name, value, *filter(None, (how.label,)))
 
     def _know(self, means: Mapping[str, float]) -> None:
         """Register gauges for the task's metrics that the table does not name."""
@@ -134,11 +154,11 @@ class Metrics(Collector):
             for where, what in _MEASURED.items():
                 name = _name(where, metric)
                 if name not in self._families:
-                    self._add(MetricSpec("gauge", name, f"The task's metric {metric} on {what}."))
+                    self._add(gauge(name, f"The task's metric {metric} on {what}."))
 
-    def _put_means(self, where: str, means: Mapping[str, float]) -> None:
-        for metric, mean in means.items():
-            self._put(_name(where, metric), mean)
+    def _put_means(self, record: StepRecord | EvaluationRecord) -> None:
+        for metric, mean in record.metrics.items():
+            self._put(_name(record.where, metric), mean)
 
     def wanted(self, world_size: int) -> None:
         """Note that the process has started as one of `world_size` ranks."""
@@ -157,23 +177,23 @@ class Metrics(Collector):
         )
         self._put("ready", 0)
         self._put("world_size", 0)
-        self._families["waiting_for_rank"].clear()
+        self._clear("waiting_for_rank")
         for rank in missing:
-            self._gauge("waiting_for_rank", str(rank)).set(1)
+            self._put("waiting_for_rank", 1, str(rank))
 
     def formed(self, generation: int, world_size: int) -> None:
         """Note that the rank is in a group."""
         self._goodput.broke()
         self.unready = None
-        self._families["waiting_for_rank"].clear()
-        self._counter("generations").inc()
+        self._clear("waiting_for_rank")
+        self._put("generations")
         self._put("generation", generation)
         self._put("world_size", world_size)
         self._put("ready", 1)
 
-    def started(self, info: RunInfo, epochs: int, steps: int, done: int) -> None:
-        """Note that training begins or goes on, with `done` of `steps` steps completed."""
-        job, plan = info.job, info.plan
+    def started(self, info: RunInfo, job: Job, plan: Plan, done: int) -> None:
+        """Note that training begins or goes on by a plan, with `done` steps completed."""
+        epochs, steps = info.total_epochs or 1, info.total_steps or 1
         strategy = "explicit" if job.parallel.stages else job.parallel.strategy
         versions = info.versions["horizonml"], info.versions["torch"]
         self._say("run_info", job.name, job.model.name, job.data.name, strategy, *versions)
@@ -195,7 +215,7 @@ class Metrics(Collector):
             ",".join(stage.send for stage in plan.stages[:-1]),
         )
         for name in ("plan_step_seconds", "plan_memory_bytes", "slowdown_ratio"):
-            self._families[name].clear()
+            self._clear(name)
         if info.forecast is not None:
             self._put("plan_step_seconds", info.forecast)
         if info.expected_memory is not None:
@@ -215,41 +235,24 @@ class Metrics(Collector):
             self._epoch_so_far = 0.0
         self._newest = record
         self._goodput.step(record.step, record.wall, self._clock())
-        self._counter("samples").inc(step.entered)
-        self._counter("rank_samples").inc(record.samples)
-        if record.joules is not None:
-            self._counter("energy_joules").inc(record.joules)
-        self._histogram("step_duration_seconds").observe(record.wall)
-        self._load.inc(record.load)
-        if record.skipped:
-            self._counter("samples_skipped").inc(record.skipped)
-        for phase, seconds in zip(self._phases, (record.compute, record.transfer, record.wait), strict=True):
-            phase.observe(seconds)
+        self._put("samples", step.entered)
+        self._show(record, _EACH)
         if record.divergence is not None:
             local = record.local_steps is not None
             self._put("replica_divergence" if local else "gradient_divergence", record.divergence)
-        if record.local_steps is not None:
-            self._counter("local_steps").inc(record.local_steps)
-        for direction, sent, received in self._traffic:
-            out, back = step.traffic[direction]
-            if out:
-                sent.inc(out)
-            if back:
-                received.inc(back)
+        for way, (sent, received) in step.traffic.items():
+            if sent:
+                self._put("sent_bytes", sent, way)
+            if received:
+                self._put("received_bytes", received, way)
         self._epoch_so_far += record.wall
 
     def collect(self) -> Iterator[Metric]:
         """Set the values of the newest step; the registry calls this first when Prometheus asks."""
         record = self._newest
         if record is not None:
-            self._put("step", record.step)
-            self._put("epoch", record.epoch)
-            self._put("last_step_timestamp_seconds", record.time)
-            self._put("training_loss", record.loss)
-            self._put_means("training", record.metrics)
-            self._put("learning_rate", record.lr)
-            if record.gradient_norm is not None:
-                self._put("gradient_norm", record.gradient_norm)
+            self._show(record, _NEWEST)
+            self._put_means(record)
             self._put("bubble_ratio", record.wait / record.wall if record.wall else 0.0)
         self._collect_goodput(self._clock())
         self._collect_links()
@@ -260,7 +263,7 @@ class Metrics(Collector):
         carried = self._carried()
         for name, value in carried.items():
             before = self._carried_before.get(name, 0.0)
-            self._counter(name).inc(value - before if value >= before else value)
+            self._put(name, value - before if value >= before else value)
         self._carried_before = {**self._carried_before, **carried}
 
     def _collect_goodput(self, now: float) -> None:
@@ -269,32 +272,31 @@ class Metrics(Collector):
         if ratio is not None:
             self._put("goodput_ratio", ratio)
         for cause, seconds in self._goodput.lost(now).items():
-            self._counter("lost_seconds", cause).inc(max(0.0, seconds - self._counted[cause]))
+            self._put("lost_seconds", max(0.0, seconds - self._counted[cause]), cause)
             self._counted[cause] = max(seconds, self._counted[cause])
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """Note the results of an evaluation."""
         self._goodput.got_on(self._clock())
         self._know(record.metrics)
-        self._put("held_out_loss", record.loss)
-        self._put_means("held_out", record.metrics)
-        self._put("evaluation_duration_seconds", record.seconds)
+        self._show(record, _OF_EVALUATION)
+        self._put_means(record)
         if not record.within_epoch:
             self._put("epoch_duration_seconds", self._epoch_so_far)
 
     def checkpoint(self, step: int, saved: bool, seconds: float) -> None:
         """Note that a checkpoint was saved, or that saving it failed."""
         if not saved:
-            self._counter("checkpoint_failures").inc()
+            self._put("checkpoint_failures")
             return
-        self._counter("checkpoints").inc()
+        self._put("checkpoints")
         self._put("checkpoint_timestamp_seconds", time.time())
         self._put("checkpoint_step", step)
         self._put("checkpoint_duration_seconds", seconds)
 
     def checkpoint_skipped(self) -> None:
         """Note that a checkpoint was left out because one before was still being written."""
-        self._counter("checkpoints_skipped").inc()
+        self._put("checkpoints_skipped")
 
     def slowdown(self, factor: float) -> None:
         """Note how the rank's computing compares with its plan."""
@@ -302,7 +304,7 @@ class Metrics(Collector):
 
     def replanned(self) -> None:
         """Note that training goes on by a better plan."""
-        self._counter("replans").inc()
+        self._put("replans")
 
     def lost(self, lost_ranks: int, silent_seconds: float | None) -> None:
         """Note that the group is over, because it has lost so many ranks; none if it ends for another reason.
@@ -310,17 +312,17 @@ class Metrics(Collector):
         They had been silent for `silent_seconds` when that was published to the group; None if nobody knows.
         """
         self._goodput.broke()
-        self._counter("peers_lost").inc(lost_ranks)
+        self._put("peers_lost", lost_ranks)
         if silent_seconds is not None:
-            self._histogram("loss_notice_seconds").observe(silent_seconds)
+            self._put("loss_notice_seconds", silent_seconds)
 
     def recovered(self, seconds: float, steps_repeated: int, source: Source) -> None:
         """Note that the first step after a loss has ended, `seconds` after the loss was known here.
 
         `steps_repeated` steps that were done before have to be done again.
         """
-        self._histogram("recovery_seconds", source).observe(seconds)
-        self._counter("steps_repeated").inc(steps_repeated)
+        self._put("recovery_seconds", seconds, source)
+        self._put("steps_repeated", steps_repeated)
 
     def replica(self, age_steps: int | None, covered: bool = True) -> None:
         """Note how far the copy of this rank's state in another rank's memory is behind it, in steps.
@@ -330,7 +332,7 @@ class Metrics(Collector):
         no rank be alone with its state: an alert fires where it is.
         """
         self._put("replicated", float(covered))
-        self._families["replica_age_steps"].clear()
+        self._clear("replica_age_steps")
         if age_steps is not None:
             self._put("replica_age_steps", age_steps)
 
@@ -338,7 +340,7 @@ class Metrics(Collector):
         """Note that the job is trained to the end."""
         self._goodput.complete(self._clock())
         self.unready = None
-        self._families["waiting_for_rank"].clear()
+        self._clear("waiting_for_rank")
         self._put("complete", 1)
         self._put("ready", 1)
 

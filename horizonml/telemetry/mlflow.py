@@ -18,7 +18,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from horizonml.files import write_atomically
-from horizonml.telemetry.scalars import Point
+from horizonml.telemetry.fields import Point
+from horizonml.telemetry.run_info import RunInfo
 
 _MOST_METRICS = 1000  # in one request
 _MOST_PARAMS = 100
@@ -47,11 +48,12 @@ class MlflowSink:
         self._key = hashlib.sha256(self._uri.encode()).hexdigest()[:16]  # a URI may hold a password
         self._client = MlflowClient(tracking_uri=self._uri)
 
-    def describe(self, run: Mapping[str, Any]) -> None:
+    def describe(self, run: RunInfo) -> None:
         """Take up MLflow's run, or begin it, and log the job's fields as its parameters."""
-        job = run.get("job", {})
-        self._id = self._id or self._known() or self._begin(str(job.get("name", self._folder.name)), run)
-        about = {"plan": json.dumps(run.get("plan")), "host": run.get("host"), **run.get("versions", {})}
+        found = run.to_json()
+        job = found["job"] or {}
+        self._id = self._id or self._known() or self._begin(str(job.get("name", self._folder.name)), run.time)
+        about = {"plan": json.dumps(found["plan"]), "host": run.host, **run.versions}
         tags = [RunTag(f"horizonml.{key}", str(value)[:_MOST_TEXT]) for key, value in about.items() if value]
         self._client.log_batch(self._id, tags=tags)
         existing = self._client.get_run(self._id).data.params  # a parameter is never changed
@@ -84,10 +86,10 @@ class MlflowSink:
         except (OSError, ValueError, AttributeError, MlflowException):
             return None  # it was never there, or it has been deleted
 
-    def _begin(self, name: str, run: Mapping[str, Any]) -> str:
+    def _begin(self, name: str, began: float) -> str:
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
-        begun = self._client.create_run(number, start_time=round(run.get("time", 0) * 1000), run_name=self._folder.name)
+        begun = self._client.create_run(number, start_time=round(began * 1000), run_name=self._folder.name)
         known = {self._key: begun.info.run_id}
         try:
             known = {**json.loads((self._folder / _MARK).read_text()), **known}

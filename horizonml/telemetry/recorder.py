@@ -8,57 +8,51 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from horizonml.engine.clock import Clock, Step, Told, Totals
 from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.machine.sensors import EnergyMeter
+from horizonml.telemetry.fields import Record
 from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Display
-from horizonml.telemetry.record import EvaluationRecord, RecoveryRecord, RunInfo, Source, StepRecord
+from horizonml.telemetry.record import (
+    CheckpointRecord,
+    CheckpointSkippedRecord,
+    EndRecord,
+    EvaluationRecord,
+    FollowedRecord,
+    RanksRecord,
+    RankSums,
+    RecoveryRecord,
+    SlowdownsRecord,
+    Source,
+    Span,
+    StepRecord,
+    TimelineRecord,
+)
+from horizonml.telemetry.run_info import RunInfo
 from horizonml.telemetry.sinks import Feeds
 
-_SECONDS = 1.0  # between two records
+_SECONDS = 1.0  # between two records of what the ranks tell
 _MOST = 1e15  # which what a rank tells stays below, unless it lies
+_MEASURED = [one.name for one in fields(StepRecord) if one.name in {own.name for own in fields(Step)}]
 
 
-class Others:
-    """Holds what the ranks have told since the last record."""
-
-    def __init__(self) -> None:
-        self._sums: list[Told] = []
-        self._since = time.monotonic()
-
-    def add(self, told: Sequence[Told]) -> list[dict[str, Any] | None] | None:
-        """Add what the ranks tell; from time to time, return the sums since the last time, by rank."""
-        self._sums = [one.plus(more) for one, more in zip(self._sums or [Told()] * len(told), told, strict=True)]
-        return self.rest() if time.monotonic() - self._since >= _SECONDS else None
-
-    def rest(self) -> list[dict[str, Any] | None] | None:
-        """Return the sums since the last time, by rank, or None if nobody has told anything.
-
-        A rank is None that has told nothing, or nothing that can be.
-        """
-        found = [_described(one) for one in self._sums]
-        self._sums, self._since = [], time.monotonic()
-        return found if any(found) else None
-
-
-def _described(sums: Told) -> dict[str, Any] | None:
-    """Return a rank's sums as a JSON object, in few digits."""
+def _sums(sums: Told) -> RankSums | None:
+    """Return what a rank has told in few digits; None if it has told nothing, or nothing that can be."""
     if not all(0 <= value < _MOST for value in sums) or sums.steps < 1 or sums.wall <= 0:
         return None
     names = ("wall", "compute", "transfer", "wait", "cpu_seconds")
-    return {
-        "steps": int(sums.steps),
+    return RankSums(
+        steps=int(sums.steps),
         **{name: float(f"{getattr(sums, name):.6g}") for name in names},
-        "rss_bytes": int(sums.rss_bytes),
-        "links": {way: [int(sent), int(back)] for way, (sent, back) in sums.links.items() if sent or back},
-    }
+        rss_bytes=int(sums.rss_bytes),
+        links={way: (int(sent), int(back)) for way, (sent, back) in sums.links.items() if sent or back},
+    )
 
 
 @dataclass(frozen=True)
@@ -95,18 +89,19 @@ class Recorder:
         self._joules = 0.0
         self._lines, self._display, self._timeline_every = JsonLines(path, on_gone), display, timeline_every
         self._metrics, self._lifeline, self._feeds = metrics, lifeline, feeds
-        self._others = Others()
+        self._told: list[Told] = []  # what the ranks have told since the last record of it
+        self._told_since = time.monotonic()
         self.steps, self._number = 0, 0  # recorded; the newest one's number
         self.quickest = math.inf  # seconds that a whole batch took this rank to compute, at the least
         self._rank = info.rank
         self._at_next_step: Callable[[], None] | None = None
-        self._write({**info.to_json(), "time": time.time()})
+        self._write(replace(info, time=time.time()))
         self._cpu = cpu_seconds()
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: Record, everywhere: bool = True) -> None:
         """Add a record to the file, and hand it to those that show it elsewhere."""
-        self._lines.write(record)
-        if self._feeds is not None:
+        self._lines.write(record.to_json())
+        if self._feeds is not None and everywhere:
             self._feeds.put(record)
 
     def message(self, text: str) -> None:
@@ -120,38 +115,35 @@ class Recorder:
             step=number,
             epoch=epoch,
             time=time.time(),
-            wall=step.wall,
-            compute=step.compute,
-            transfer=step.transfer,
-            wait=step.wait,
-            samples=step.samples,
             batch=batch,
             loss=step.totals.loss,
             metrics=step.totals.metrics,
+            unit=step.totals.unit,
+            units=step.totals.units,
             lr=lr,
+            links=step.traffic,
             bytes_sent=step.bytes_sent,
             bytes_received=step.bytes_received,
-            links=step.traffic,
             joules=self._joules_since(),
             cpu_seconds=cpu - self._cpu,
             rss_bytes=rss_bytes(),
-            divergence=step.divergence,
-            load=step.load,
             skipped=skipped,
-            unit=step.totals.unit,
-            units=step.totals.units,
-            gradient_norm=step.gradient_norm,
-            local_steps=step.local_steps,
+            **{name: getattr(step, name) for name in _MEASURED},
         )
         self._cpu = cpu
-        self._write(record.to_json())
+        self._write(record)
         if self._rank == 0 and step.told:
-            self._write_others(number, self._others.add(step.told))
+            before = self._told or [Told()] * len(step.told)
+            self._told = [one.plus(more) for one, more in zip(before, step.told, strict=True)]
+            if time.monotonic() - self._told_since >= _SECONDS:
+                self._write_told(number)
         if self._at_next_step is not None:
             self._at_next_step()
             self._at_next_step = None
         if self._timeline_every and number % self._timeline_every == 0:
-            self._write(_timeline(step, number))
+            offset = Clock.unix_offset()
+            spans = [Span(s.kind, s.what, s.micro, s.start + offset, s.end + offset) for s in step.spans]
+            self._write(TimelineRecord(number, spans), everywhere=False)
         self._display.step(record)
         if self._metrics is not None:
             self._metrics.step(record, step)
@@ -159,10 +151,12 @@ class Recorder:
             self._lifeline.beat(number, record.rss_bytes)
         self.steps, self._number = self.steps + 1, number
 
-    def _write_others(self, number: int, ranks: list[dict[str, Any] | None] | None) -> None:
-        """Record what the ranks have told until the agreement of step `number`."""
-        if ranks is not None:
-            self._lines.write({"kind": "ranks", "step": number, "time": time.time(), "ranks": ranks})
+    def _write_told(self, number: int) -> None:
+        """Record what the ranks have told until the agreement of step `number`, if it is anything."""
+        ranks = [_sums(one) for one in self._told]
+        self._told, self._told_since = [], time.monotonic()
+        if any(ranks):
+            self._write(RanksRecord(number, time.time(), ranks), everywhere=False)
 
     def evaluation(
         self,
@@ -181,7 +175,7 @@ class Recorder:
         record = EvaluationRecord(
             number, epoch, time.time(), seconds, totals.loss, totals.metrics, totals.samples, within_epoch, best
         )
-        self._write(record.to_json())
+        self._write(record)
         self._display.evaluation(record)
         if self._metrics is not None:
             self._metrics.evaluation(record)
@@ -197,19 +191,12 @@ class Recorder:
         """
         factors = [round(factor, 4) for factor in slowdowns]
         known = {str(rank): reason for rank, reason in enumerate(reasons) if reason}
-        line = {"kind": "slowdowns", "step": number, "time": time.time(), "slowdowns": factors}
-        news = {} if stragglers is None else {"stragglers": list(stragglers)}
-        self._write(line | news | ({"reasons": known} if known else {}))
+        record = SlowdownsRecord(number, time.time(), factors, stragglers, known)
+        self._write(record, everywhere=False)
         if self._metrics is not None:
             self._metrics.slowdown(slowdowns[self._rank])
         if stragglers is not None:
-            told = [
-                f"rank {rank} computes {factors[rank]:.1f} times as long as planned, compared with the others"
-                + (f", because {reasons[rank]}" if rank < len(reasons) and reasons[rank] else "")
-                for rank in stragglers
-            ]
-            told += [f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text and rank not in stragglers]
-            self._display.message(f"step {number}: {'; '.join(told) or 'all are as fast as planned again'}")
+            self._display.message(f"step {number}: {record.words()}")
 
     def replanned(self) -> None:
         """Record that training goes on by a better plan."""
@@ -221,16 +208,7 @@ class Recorder:
 
         Training waited for `seconds`; for the seconds of `writing`, it went on.
         """
-        self._write(
-            {
-                "kind": "checkpoint",
-                "step": number,
-                "time": time.time(),
-                "saved": saved,
-                "seconds": seconds,
-                "writing_seconds": writing,
-            }
-        )
+        self._write(CheckpointRecord(number, time.time(), saved, seconds, writing))
         if self._metrics is not None:
             self._metrics.checkpoint(number, saved, seconds + writing)
 
@@ -239,7 +217,7 @@ class Recorder:
 
         While they made so many `steps`, it has `received` so many bytes of state; any others came while all waited.
         """
-        self._lines.write({"kind": "followed", "step": number, "time": time.time(), "steps": steps, "bytes": received})
+        self._write(FollowedRecord(number, time.time(), steps, received), everywhere=False)
 
     def replica(self, age_steps: int | None, covered: bool) -> None:
         """Show how old the copy of this rank's state is in another rank's memory; see `Metrics.replica`."""
@@ -248,7 +226,7 @@ class Recorder:
 
     def checkpoint_skipped(self, number: int) -> None:
         """Record that the checkpoint due after step `number` was left out: one is still being written."""
-        self._write({"kind": "checkpoint skipped", "step": number, "time": time.time()})
+        self._write(CheckpointSkippedRecord(number, time.time()), everywhere=False)
         if self._metrics is not None:
             self._metrics.checkpoint_skipped()
 
@@ -275,8 +253,7 @@ class Recorder:
         `lost` are the ranks that were lost, by the numbers that they were started with; `seconds` have passed since
         their loss was known here. The metrics are told, too.
         """
-        record = RecoveryRecord(time.time(), generation, list(lost), silent_seconds, seconds, steps_repeated, source)
-        self._write(record.to_json())
+        self._write(RecoveryRecord(time.time(), generation, lost, seconds, steps_repeated, source, silent_seconds))
         if self._metrics is not None:
             self._metrics.recovered(seconds, steps_repeated, source)
 
@@ -295,14 +272,7 @@ class Recorder:
 
     def close(self, outcome: str) -> None:
         """End the file with the outcome of the run."""
-        self._write_others(self._number, self._others.rest())
-        self._write({"kind": "end", "time": time.time(), "outcome": outcome})
+        self._write_told(self._number)
+        self._write(EndRecord(time.time(), outcome))
         self._lines.close()
         self._display.close()
-
-
-def _timeline(step: Step, number: int) -> dict[str, Any]:
-    """Return the spans of a step in Unix time, so that those of several ranks can be compared."""
-    offset = Clock.unix_offset()
-    spans = [[s.kind, s.what, s.micro, s.start + offset, s.end + offset] for s in step.spans]
-    return {"kind": "timeline", "step": number, "spans": spans}

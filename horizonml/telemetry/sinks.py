@@ -1,7 +1,8 @@
 """Feeds TensorBoard and MLflow from the records of a run, without ever holding up a step.
 
-A thread takes the records from a bounded queue. When a sink fails, or is slower than the training for long, a warning
-says so once, and the training goes on: the file of records has everything, and `horizonml report` catches up.
+A running job and `horizonml report` turn the records of the group's rank 0 into the same scalars. While a job runs, a
+thread takes them from a bounded queue. When a sink fails, or is slower than the training for long, a warning says so
+once, and the training goes on: the file of records has everything, and `horizonml report` catches up.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Any, Protocol
+from typing import Protocol
 
 from horizonml.errors import JobError
 from horizonml.machine.code import require
-from horizonml.telemetry.scalars import Point, Scalars
+from horizonml.telemetry.fields import Point, Record
+from horizonml.telemetry.record import SHOWN, EndRecord, EvaluationRecord, StepRecord, metric_key
+from horizonml.telemetry.run_info import RunInfo
 from horizonml.telemetry.spec import TelemetrySpec
 
 _log = logging.getLogger(__name__)
@@ -30,7 +33,7 @@ _PACKAGES = {"TensorBoard": ("tensorboard",), "MLflow": ("mlflow", "sqlalchemy",
 class Sink(Protocol):
     """Shows the scalars of a run somewhere."""
 
-    def describe(self, run: Mapping[str, Any]) -> None:
+    def describe(self, run: RunInfo) -> None:
         """Take the record that begins a group: its job, plan, host and versions."""
 
     def write(self, points: Sequence[Point]) -> None:
@@ -40,19 +43,50 @@ class Sink(Protocol):
         """End, with the outcome that the run recorded last; empty if there is none."""
 
 
-def deliver(sink: Sink, scalars: Scalars, records: Sequence[Mapping[str, Any]]) -> None:
-    """Give records to a sink, in order."""
-    waiting: list[Point] = []
-    for record in records:
-        if record.get("kind") == "run":
-            sink.write(waiting)
-            sink.describe(record)
-            waiting = []
-        point = scalars.point(record)
-        if point is not None:
-            waiting.append(point)
-    if waiting:
-        sink.write(waiting)
+class Scalars:
+    """Gives the records of a run to a sink as scalars."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._step = 0  # that of the last record that has one
+        self._outcome = ""  # of the last training that has ended
+
+    def write(self, records: Iterable[Record]) -> None:
+        """Give some records to the sink, in order."""
+        waiting: list[Point] = []
+        for record in records:
+            if isinstance(record, RunInfo):
+                self._sink.write(waiting)
+                self._sink.describe(record)
+                waiting = []
+            if isinstance(record, EndRecord):
+                self._outcome = record.outcome
+            point = self._point(record)
+            if point is not None:
+                waiting.append(point)
+        if waiting:
+            self._sink.write(waiting)
+
+    def close(self) -> None:
+        """End the sink with the outcome of the run."""
+        self._sink.close(self._outcome)
+
+    def _point(self, record: Record) -> Point | None:
+        self._step = record.resumed_at if isinstance(record, RunInfo) else getattr(record, "step", self._step)
+        values = scalars(record)
+        return Point(self._step, record.time, values, isinstance(record, RunInfo)) if values else None
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """Return the numbers of a record that are shown, by the names of their scalars, with the task's metrics."""
+    found = {how.scalar: getattr(record, field) for field, how in SHOWN.get(type(record), {}).items() if how.scalar}
+    values = {name: float(value) for name, value in found.items() if value is not None}
+    if isinstance(record, StepRecord | EvaluationRecord):
+        values |= {f"{record.prefix}/{metric_key(name)}": mean for name, mean in record.metrics.items()}
+    if isinstance(record, StepRecord) and record.wall > 0:
+        values["time/samples_per_second"] = record.batch / record.wall
+        values[f"time/{record.unit}_per_second"] = record.trained_on / record.wall
+    return values
 
 
 class Feed:
@@ -61,12 +95,12 @@ class Feed:
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         """Start the thread, which makes the sink: opening one may take seconds."""
         self._name, self._make = name, make
-        self._queue: Queue[Mapping[str, Any]] = Queue(_WAITING)
+        self._queue: Queue[Record] = Queue(_WAITING)
         self._ending, self._broken = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, record: Mapping[str, Any]) -> None:
+    def put(self, record: Record) -> None:
         """Take a record; return at once."""
         if self._broken:
             return
@@ -84,21 +118,21 @@ class Feed:
 
     def _run(self) -> None:
         try:
-            sink, scalars = self._make(), Scalars()
+            shows = Scalars(self._make())
             while True:
                 ending = self._ending.is_set()  # before looking, so that nothing can come in between
                 records = self._take()
                 if records:
-                    deliver(sink, scalars, records)
+                    shows.write(records)
                 elif ending:
                     break
-            sink.close(scalars.outcome)
+            shows.close()
         except Exception as error:  # noqa: BLE001  (libraries for sinks have errors of many kinds, none worth a training)
             self._warn(f"failed: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
 
-    def _take(self) -> list[Mapping[str, Any]]:
+    def _take(self) -> list[Record]:
         """Return the records that are there; wait a moment for the first one."""
-        found: list[Mapping[str, Any]] = []
+        found: list[Record] = []
         deadline = time.monotonic() + 0.2
         while len(found) < _AT_ONCE:
             try:
@@ -121,7 +155,7 @@ class Feeds:
         self._spec, self._folder = spec, folder
         self._feeds: list[Feed] | None = None
 
-    def put(self, record: Mapping[str, Any]) -> None:
+    def put(self, record: Record) -> None:
         """Take a record; return at once."""
         if self._feeds is None:
             self._feeds = self._open()

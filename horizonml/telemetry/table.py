@@ -1,7 +1,8 @@
-"""Declares every Prometheus metric once, with its name, type, meaning and labels.
+"""Lists every Prometheus metric with its name, type, meaning and labels.
 
-Names follow Prometheus' conventions (base units, `_total`, `_ratio`, `_info`). All metrics carry the label `rank`
-besides the labels declared here. `docs/metrics.md` is made from this table.
+Those that show a field of a record are declared with the field, in `record`; the others are declared here. Names
+follow Prometheus' conventions (base units, `_total`, `_ratio`, `_info`). All metrics carry the label `rank` besides
+the labels declared here. `docs/metrics.md` is made from this table.
 
 Accounts for the wall time of a run: how much of it went into steps that count, and how much faults have cost.
 
@@ -20,11 +21,11 @@ with its first step, and those that survived know what the loss has cost.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from horizonml.engine.clock import KINDS, Way
-from horizonml.telemetry.record import Source
+from horizonml.engine.clock import WAYS
+from horizonml.telemetry.fields import MetricSpec, Record, counter, gauge
+from horizonml.telemetry.record import SHOWN, EvaluationRecord, Source, StepRecord
 
 Cause = Literal["outage", "repeated"]
 CAUSES: tuple[Cause, ...] = ("outage", "repeated")
@@ -86,95 +87,58 @@ class Goodput:
         return now if self._ended is None else self._ended
 
 
-DIRECTIONS: tuple[Way, ...] = ("previous", "next", "members")
-_STEP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 # The promises are among the bounds: silence is noticed within 6 s; all step again after 2, 4 or, at the most, 15 s.
 _FAULT_SECONDS = (0.25, 0.5, 1.0, 2.0, 4.0, 6.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 
 
-@dataclass(frozen=True)
-class MetricSpec:
-    """Describes one metric. In Prometheus its name begins with `horizonml_`, and a counter's ends with `_total`."""
-
-    type: Literal["gauge", "counter", "histogram"]
-    name: str
-    meaning: str
-    labels: tuple[str, ...] = ()  # besides the rank
-    values: tuple[str, ...] | None = None  # the values of its only other label; each of them counts from 0
-    from_zero: bool = False  # whether it is shown before anything has happened
-    buckets: tuple[float, ...] = ()  # of a histogram: their upper bounds
-
-
-def _gauge(name: str, meaning: str, *labels: str, from_zero: bool = False) -> MetricSpec:
-    return MetricSpec("gauge", name, meaning, labels, from_zero=from_zero)
-
-
-def _counter(name: str, meaning: str, from_zero: bool = True) -> MetricSpec:
-    return MetricSpec("counter", name, meaning, from_zero=from_zero)
+def _recorded(kind: type[Record]) -> Sequence[MetricSpec]:
+    """Return the metrics that show fields of a kind of record."""
+    found = {how.metric.name: how.metric for how in SHOWN[kind].values() if how.metric is not None}
+    return tuple(found.values())
 
 
 TABLE: Sequence[MetricSpec] = (
     # The run and the group.
-    _gauge("run_info", "What is trained; always 1.", "name", "model", "data", "strategy", "version", "torch"),
-    _gauge("stage_info", "The rank's place in the plan; always 1.", "stage", "member", "stages", "layers", "node"),
-    _gauge("plan_info", "The plan; always 1.", "schedule", "micro_batches", "ranks", "cuts", "send"),
-    _gauge("plan_step_seconds", "A step's time as the automatic plan predicts it."),
-    _gauge("slowdown_ratio", "The rank's computing over what was planned, compared with the others' (1: as planned)."),
-    _counter("replans", "New plans that were made because devices turned out slower or faster than planned."),
-    _gauge("ready", "1 while the rank is in a formed group, or has completed its job.", from_zero=True),
-    _gauge("complete", "1 when the job is trained to its end.", from_zero=True),
-    _gauge(
+    gauge("run_info", "What is trained; always 1.", "name", "model", "data", "strategy", "version", "torch"),
+    gauge("stage_info", "The rank's place in the plan; always 1.", "stage", "member", "stages", "layers", "node"),
+    gauge("plan_info", "The plan; always 1.", "schedule", "micro_batches", "ranks", "cuts", "send"),
+    gauge("plan_step_seconds", "A step's time as the automatic plan predicts it."),
+    gauge("slowdown_ratio", "The rank's computing over what was planned, compared with the others' (1: as planned)."),
+    counter("replans", "New plans that were made because devices turned out slower or faster than planned."),
+    gauge("ready", "1 while the rank is in a formed group, or has completed its job.", from_zero=True),
+    gauge("complete", "1 when the job is trained to its end.", from_zero=True),
+    gauge(
         "generation",
         "Generation of the group that this process is, or was last, a member of; a lower one than others' is stale.",
         from_zero=True,
     ),
-    _counter("generations", "Groups that this process has become a member of."),
-    _gauge("world_size", "Ranks in the formed group; 0 while there is none.", from_zero=True),
-    _gauge("world_size_wanted", "Ranks that the job was started with."),
-    _gauge("waiting_for_rank", "1 for each rank whose arrival this rank waits for.", "peer"),
+    counter("generations", "Groups that this process has become a member of."),
+    gauge("world_size", "Ranks in the formed group; 0 while there is none.", from_zero=True),
+    gauge("world_size_wanted", "Ranks that the job was started with."),
+    gauge("waiting_for_rank", "1 for each rank whose arrival this rank waits for.", "peer"),
     # Progress.
-    _gauge("step", "Steps of the run that are done, those before a resumption included."),
-    _gauge("steps_planned", "Steps of the whole run."),
-    _gauge("epoch", "The epoch under way, from 1."),
-    _gauge("epochs_planned", "Epochs of the whole run."),
-    _gauge("last_step_timestamp_seconds", "When the newest step ended."),
-    _counter(
+    gauge("steps_planned", "Steps of the whole run."),
+    gauge("epochs_planned", "Epochs of the whole run."),
+    counter(
         "samples",
         "Samples that entered the first stage at this rank; their sum over ranks is what was trained on.",
     ),
-    _counter("energy_joules", "Energy used by the rank's machine in steps, where it tells it.", from_zero=False),
-    _counter("rank_samples", "Samples that went through this rank's stage here."),
-    _gauge("training_loss", "Loss of the newest global batch."),
-    _gauge("training_accuracy_ratio", "Accuracy on the newest global batch."),
-    _gauge("held_out_loss", "Loss on held-out data in the newest evaluation."),
-    _gauge("held_out_accuracy_ratio", "Accuracy on held-out data in the newest evaluation."),
-    _gauge("learning_rate", "Learning rate of the newest step."),
-    _gauge("gradient_norm", "Norm of the newest step's whole gradient before clipping, where gradients are clipped."),
-    _gauge("epoch_duration_seconds", "Time of the newest epoch's training steps."),
-    _gauge("evaluation_duration_seconds", "Time of the newest evaluation."),
+    gauge("training_accuracy_ratio", "Accuracy on the newest global batch."),
+    gauge("held_out_accuracy_ratio", "Accuracy on held-out data in the newest evaluation."),
+    gauge("epoch_duration_seconds", "Time of the newest epoch's training steps."),
+    *_recorded(StepRecord),
+    *_recorded(EvaluationRecord),
     # Where the time goes.
-    MetricSpec("histogram", "step_duration_seconds", "Wall time of a step.", from_zero=True, buckets=_STEP_SECONDS),
-    MetricSpec(
-        "histogram",
-        "step_phase_seconds",
-        "A step's wall time split into compute, transfer and wait, which add up.",
-        ("phase",),
-        KINDS,
-        buckets=_STEP_SECONDS,
-    ),
-    _gauge(
+    gauge(
         "bubble_ratio",
         "Share of the newest step in which the rank waited for others (the pipeline's bubble) or for its data.",
     ),
-    _counter("local_steps", "Updates that this rank's replica made by itself, with `parallel.sync`.", from_zero=False),
-    _gauge(
+    gauge(
         "replica_divergence",
         "Distance of this replica's outer gradient from the mean of all replicas at the last synchronisation, relative "
         "to the mean.",
     ),
-    _counter("load_seconds", "Time that steps spent getting their data: what loading ahead did not hide."),
-    _counter("samples_skipped", "Samples that could not be read and were replaced by others, in global batches."),
-    _gauge(
+    gauge(
         "gradient_divergence",
         "Distance of this rank's gradient before the reduction to the mean, relative to the mean.",
     ),
@@ -183,16 +147,16 @@ TABLE: Sequence[MetricSpec] = (
         "sent_bytes",
         "Bytes sent to ranks of a neighbouring stage, or of this one.",
         ("direction",),
-        DIRECTIONS,
+        WAYS,
     ),
-    MetricSpec("counter", "received_bytes", "Bytes received, likewise.", ("direction",), DIRECTIONS),
+    MetricSpec("counter", "received_bytes", "Bytes received, likewise.", ("direction",), WAYS),
     # Between machines; see docs/security.md.
-    _counter("link_sent_bytes", "Bytes that the rank's tunnel has sent to other machines.", from_zero=False),
-    _counter("link_received_bytes", "Bytes that the rank's tunnel has received from other machines.", from_zero=False),
-    _counter("link_cpu_seconds", "CPU time of the process that runs the rank's tunnel.", from_zero=False),
-    _counter("link_refused", "Connections without the token that the rank's tunnel has refused.", from_zero=False),
+    counter("link_sent_bytes", "Bytes that the rank's tunnel has sent to other machines.", from_zero=False),
+    counter("link_received_bytes", "Bytes that the rank's tunnel has received from other machines.", from_zero=False),
+    counter("link_cpu_seconds", "CPU time of the process that runs the rank's tunnel.", from_zero=False),
+    counter("link_refused", "Connections without the token that the rank's tunnel has refused.", from_zero=False),
     # Faults and recovery.
-    _counter("peers_lost", "Other ranks that were lost from this rank's group."),
+    counter("peers_lost", "Other ranks that were lost from this rank's group."),
     MetricSpec(
         "histogram",
         "loss_notice_seconds",
@@ -208,8 +172,8 @@ TABLE: Sequence[MetricSpec] = (
         tuple(Source),
         buckets=_FAULT_SECONDS,
     ),
-    _counter("steps_repeated", "Steps that were done before a loss, and had to be done again after it."),
-    _gauge("goodput_ratio", "Share of the wall time since this process's first step that faults have not taken."),
+    counter("steps_repeated", "Steps that were done before a loss, and had to be done again after it."),
+    gauge("goodput_ratio", "Share of the wall time since this process's first step that faults have not taken."),
     MetricSpec(
         "counter",
         "lost_seconds",
@@ -217,41 +181,41 @@ TABLE: Sequence[MetricSpec] = (
         ("cause",),
         CAUSES,
     ),
-    _gauge("replica_age_steps", "Steps by which the copy of this rank's state in another rank's memory is behind it."),
-    _gauge("replicated", "1 if every layer of this rank is in another rank's memory, too, or else 0."),
-    _gauge("plan_memory_bytes", "Memory that an automatic plan expects this process to need."),
+    gauge("replica_age_steps", "Steps by which the copy of this rank's state in another rank's memory is behind it."),
+    gauge("replicated", "1 if every layer of this rank is in another rank's memory, too, or else 0."),
+    gauge("plan_memory_bytes", "Memory that an automatic plan expects this process to need."),
     # Checkpoints.
-    _counter("checkpoints", "Checkpoints saved."),
-    _counter("checkpoint_failures", "Checkpoints that could not be saved."),
-    _counter("checkpoints_skipped", "Checkpoints that were left out because one before was still being written."),
-    _gauge("checkpoint_timestamp_seconds", "When the newest checkpoint was saved."),
-    _gauge("checkpoint_step", "Step of the newest checkpoint."),
-    _gauge("checkpoint_duration_seconds", "How long the newest checkpoint took."),
+    counter("checkpoints", "Checkpoints saved."),
+    counter("checkpoint_failures", "Checkpoints that could not be saved."),
+    counter("checkpoints_skipped", "Checkpoints that were left out because one before was still being written."),
+    gauge("checkpoint_timestamp_seconds", "When the newest checkpoint was saved."),
+    gauge("checkpoint_step", "Step of the newest checkpoint."),
+    gauge("checkpoint_duration_seconds", "How long the newest checkpoint took."),
 )
 
 # These metrics are read when Prometheus asks; see `container`.
 CONTAINER: Sequence[MetricSpec] = (
-    _gauge("resident_memory_bytes", "Resident memory of the process."),
-    _gauge("memory_used_bytes", "What counts against the container's memory limit."),
-    _gauge("memory_limit_bytes", "The container's memory limit, else the machine's memory."),
-    _gauge("cpu_limit_cores", "Cores that the process may use."),
-    _counter("cpu_seconds", "CPU time of the process, over all its threads."),
-    _counter("cpu_throttled_seconds", "Time for which the container's CPU quota held it up."),
-    _counter("network_sent_bytes", "Bytes sent by all interfaces of the container."),
-    _counter("network_received_bytes", "Bytes received by all interfaces of the container."),
+    gauge("resident_memory_bytes", "Resident memory of the process."),
+    gauge("memory_used_bytes", "What counts against the container's memory limit."),
+    gauge("memory_limit_bytes", "The container's memory limit, else the machine's memory."),
+    gauge("cpu_limit_cores", "Cores that the process may use."),
+    counter("cpu_seconds", "CPU time of the process, over all its threads."),
+    counter("cpu_throttled_seconds", "Time for which the container's CPU quota held it up."),
+    counter("network_sent_bytes", "Bytes sent by all interfaces of the container."),
+    counter("network_received_bytes", "Bytes received by all interfaces of the container."),
     # Of ranks on an accelerator; see docs/speed.md.
-    _gauge("accelerator_memory_bytes", "Memory of the accelerator that the process uses."),
-    _gauge("accelerator_memory_limit_bytes", "Memory of the accelerator that the process may use."),
-    _gauge("accelerator_temperature_celsius", "Temperature of the accelerator, if it reports one."),
-    _gauge("accelerator_utilization_ratio", "Share of recent time in which the accelerator was busy."),
+    gauge("accelerator_memory_bytes", "Memory of the accelerator that the process uses."),
+    gauge("accelerator_memory_limit_bytes", "Memory of the accelerator that the process may use."),
+    gauge("accelerator_temperature_celsius", "Temperature of the accelerator, if it reports one."),
+    gauge("accelerator_utilization_ratio", "Share of recent time in which the accelerator was busy."),
 )
 
 _HEAD = """\
 # Metrics
 
-What every rank shows at `/metrics`. Made from `horizonml/telemetry/table.py` by `make generate`; change it there.
-All carry the label `rank`: the rank that the process was given at its start. A gauge without a value yet (no epoch
-evaluated, no checkpoint saved) is not shown.
+What every rank shows at `/metrics`. Made from `horizonml/telemetry/record.py` and `horizonml/telemetry/table.py` by
+`make generate`; change it there. All carry the label `rank`: the rank that the process was given at its start. A gauge
+without a value yet (no epoch evaluated, no checkpoint saved) is not shown.
 
 | metric | type | further labels | meaning |
 |---|---|---|---|"""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from horizonml.telemetry.scalars import Point
+from horizonml.telemetry.fields import Point
+from horizonml.telemetry.run_info import RunInfo
 
 _DT_STRING = 7  # of TensorFlow's types
 
@@ -24,18 +24,14 @@ class TensorBoardSink:
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder))
 
-    def describe(self, run: Mapping[str, Any]) -> None:
+    def describe(self, run: RunInfo) -> None:
         """Show the job and the plan as text."""
-        for name in ("job", "plan"):
-            if name in run:
-                self._text(name, json.dumps(run[name], indent=2), run)
-
-    def _text(self, name: str, text: str, run: Mapping[str, Any]) -> None:
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        tensor = TensorProto(dtype=_DT_STRING, string_val=[f"```json\n{text}\n```".encode()])
-        summary = Summary(value=[Summary.Value(tag=name, metadata=metadata, tensor=tensor)])
-        step = int(run.get("resumed_at", 0))
-        self._writer.add_event(Event(wall_time=float(run.get("time", 0.0)), step=step, summary=summary))
+        for name in ("job", "plan"):
+            text = f"```json\n{json.dumps(run.to_json()[name], indent=2)}\n```"
+            tensor = TensorProto(dtype=_DT_STRING, string_val=[text.encode()])
+            summary = Summary(value=[Summary.Value(tag=name, metadata=metadata, tensor=tensor)])
+            self._writer.add_event(Event(wall_time=run.time, step=run.resumed_at, summary=summary))
 
     def write(self, points: Sequence[Point]) -> None:
         """Write one event for each point."""

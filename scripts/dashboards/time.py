@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dashboards.panel import BLUE, SAMPLES_PER_SECOND, YELLOW, Panel, bars, curves, per_rank
 from dashboards.queries import JOB, PHASES, WHO, each, most, per_step, quantile, rate, share
+from horizonml.telemetry.record import SHOWN, StepRecord
+
+
+def recorded_panels() -> Iterator[Panel]:
+    """The panels that are declared beside the number that they show, in horizonml/telemetry/record.py."""
+    for how in SHOWN[StepRecord].values():
+        if how.panel is not None and how.metric is not None:
+            name = f"horizonml_{how.metric.name}"
+            shown = rate(f"{name}_total") if how.metric.type == "counter" else each(name)
+            yield per_rank(how.panel.title, how.panel.question, how.panel.unit, shown, without=how.panel.without)
+
 
 PANELS = [
     bars(
@@ -79,13 +92,7 @@ PANELS = [
         [(most("horizonml_replans_total"), "since the process was started")],
         without="Only automatic plans are made anew",
     ),
-    per_rank(
-        "Local steps per second",
-        "How often does each rank's replica update its parameters by itself, between two synchronisations?",
-        "suffix:steps/s",
-        rate("horizonml_local_steps_total"),
-        without="No rank here takes local steps (parallel.sync)",
-    ),
+    *recorded_panels(),
     per_rank(
         "Divergence of replicas",
         "How far apart are replicas that take local steps? The distance of each replica's outer gradient to the mean "

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizonml.errors import HorizonError
-from horizonml.report.records import load_run
-from horizonml.report.section import lead_records
+from horizonml.report.records import lead_records, load_run
 from horizonml.runtime.local import RankLog, Warnings
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Lines
@@ -108,7 +107,7 @@ def test_texts_in_records_are_plain_wherever_they_are_read(tmp_path: Path, escap
     run = load_run("x", tmp_path)
     assert run.lead.run.host.startswith("host")
     assert run.lead.run.host.isprintable() or "\n" in run.lead.run.host
-    assert "\x1b" not in json.dumps(lead_records(tmp_path), ensure_ascii=False)
+    assert "\x1b" not in json.dumps([one.to_json() for one in lead_records(tmp_path)], ensure_ascii=False)
 
 
 @pytest.mark.parametrize(

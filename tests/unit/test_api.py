@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import horizonml
 from horizonml.api.given import Given, in_plain_words, in_this_process
-from horizonml.api.history import Evaluation, Step, Table, read_records
+from horizonml.api.history import Evaluation, Step, Table, read_run
 from horizonml.api.jobs import make_job
 from horizonml.api.transfer import Objects, packed, unpack
 from horizonml.data.choose import describe
@@ -296,12 +296,13 @@ def test_every_step_of_a_history_counts_once_as_it_was_done_last(tmp_path: Path)
     again = [{**line, "time": 500.0 + line["step"], "loss": 9.0} for line in lines if line.get("step", 0) > 4]
     append(tmp_path / "rank-1.jsonl", {**lines[0], "time": 500.0, "rank": 0, "host": "another"})  # which is rank 0 now
     append(tmp_path / "rank-1.jsonl", *(line for line in again if line["kind"] in ("step", "evaluation")))
-    about, steps, evaluations = read_records(tmp_path)
+    about, steps, evaluations = read_run(tmp_path)
     assert about is not None
-    assert about["host"] == "another"
+    assert about.host == "another"
     assert steps.column("step") == [1, 2, 3, 4, 5, 6]
     assert steps.column("loss") == [2.0, 1.0, pytest.approx(2 / 3), 0.5, 9.0, 9.0]
     assert [(one.step, one.loss) for one in evaluations] == [(3, 0.3), (6, 9.0)]
+    assert steps.column("joules") == [3.0, 3.0, 3.0, 3.0, 3.0, 3.0] or steps.column("joules")[-1] is None
     (tmp_path / "rank-0.jsonl").unlink()
     (tmp_path / "rank-1.jsonl").unlink()
-    assert read_records(tmp_path)[1].column("loss")[0] == 7.0  # on the disk of a machine without rank 0
+    assert read_run(tmp_path)[1].column("loss")[0] == 7.0  # on the disk of a machine without rank 0

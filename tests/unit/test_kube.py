@@ -28,6 +28,7 @@ from horizonml.kube.status import (
     room,
 )
 from horizonml.telemetry.metrics import Metrics
+from tests.unit import test_metrics
 from tests.unit.test_metrics import INFO, STEP, record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,7 +202,7 @@ def test_rows_tell_what_ranks_do() -> None:
     metrics.waiting([0, 11])
     assert rank_status(3, "pi", Condition(PodState.RUNNING), {}, shown(metrics), 1.0).phase == "Waits for rank 0, 11"
     metrics.formed(2, 4)
-    metrics.started(INFO, epochs=4, steps=40, done=10)
+    metrics.started(INFO, test_metrics.JOB, test_metrics.PLAN, done=10)
     metrics.step(record(11), STEP)
     before = shown(metrics)
     metrics.step(record(12), STEP)

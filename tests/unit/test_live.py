@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from horizonml.report.history import describe
-from horizonml.report.lines import StepLine
-from horizonml.report.live import LiveRun, Tails
-from horizonml.report.live_facts import Curve, RankFile, State
+from horizonml.report.live import LiveRun
+from horizonml.report.live_facts import State
 from horizonml.report.records import load_run
 from horizonml.report.summary import summarise
 from horizonml.report.top import frame
+from horizonml.telemetry.log import Tails
 from tests.runs import append, write_group, write_run
 
 
@@ -59,7 +59,7 @@ def test_a_run_that_begins_anew_is_read_anew(tmp_path: Path) -> None:
     (tmp_path / "rank-0.jsonl").rename(tmp_path / "old")
     write_run(tmp_path, ranks=1, steps=4)
     assert run.poll()
-    assert (run.step, [point.step for point in run.points], len(run.members)) == (4, [1, 2, 3, 4], 1)
+    assert (run.step, [point[0] for point in run.curve.since()], len(run.members)) == (4, [1, 2, 3, 4], 1)
     (tmp_path / "rank-0.jsonl").rename(tmp_path / "older")
     write_run(tmp_path, ranks=1, steps=8)  # longer than the one before
     assert run.poll()
@@ -115,7 +115,7 @@ def test_how_a_run_ended(tmp_path: Path, outcome: str, now: float, state: State)
 
 def test_a_run_without_records_or_steps_waits(tmp_path: Path) -> None:
     run = polled(tmp_path)
-    assert (run.state, run.step, run.members, run.points, run.timeline) == (State.WAITING, 0, [], [], None)
+    assert (run.state, run.step, run.members, run.curve.since(), run.timeline) == (State.WAITING, 0, [], [], None)
     write_group(tmp_path, (0, 1), 1, 199.0, range(1, 1))
     for path in tmp_path.glob("rank-*.jsonl"):
         path.write_text(path.read_text().splitlines()[0] + "\n")
@@ -155,7 +155,7 @@ def test_another_process_becomes_rank_0_and_the_curve_goes_on(tmp_path: Path) ->
     write_group(tmp_path, (1, 2), 2, 107.0, range(4, 8), "complete", lost)
     run.poll()
     for found in (run, polled(tmp_path)):  # while it happens, and afterwards
-        assert [point.step for point in found.points] == [1, 2, 3, 4, 5, 6, 7]
+        assert [point[0] for point in found.curve.since()] == [1, 2, 3, 4, 5, 6, 7]
         assert [(member.rank, member.started_as) for member in found.members] == [(0, 1), (1, 2)]
         assert found.state is State.FINISHED
         told = [event for event in found.events if event.kind == "lost"]
@@ -281,41 +281,3 @@ def test_whatever_is_wrong_in_the_records_the_rest_is_shown(tmp_path: Path, seed
         lines = [line.plain for line in frame(run, width, height)]
         assert all(line.isprintable() and len(line) <= width for line in lines)
     assert run.seconds_left is None or run.seconds_left >= 0
-
-
-def step_line(number: int, loss: float) -> StepLine:
-    return StepLine(
-        step=number, epoch=1, time=number, wall=0.5, compute=0.5, transfer=0, wait=0, batch=4, loss=loss, bytes_sent=0,
-        cpu_seconds=0, rss_bytes=0,
-    )  # fmt: skip
-
-
-def test_a_curve_of_any_length_has_few_points_and_keeps_its_mean() -> None:
-    dice = random.Random(0)
-    curve, losses = Curve(most=50), [dice.random() for _ in range(1600)]
-    for number, loss in enumerate(losses, 1):
-        curve.add(step_line(number, loss))
-        assert len(curve.points) < 50
-    assert len(curve.points) == 25
-    assert curve.points[-1].step == 1600
-    assert sum(point.loss for point in curve.points) / 25 == pytest.approx(sum(losses) / 1600)
-    curve.add(step_line(100, 0.0))  # a rank 0 was lost, and the steps are done again
-    assert [point.step for point in curve.points] == [64]
-
-
-def test_an_observer_gets_every_step_and_hears_of_a_new_beginning(tmp_path: Path) -> None:
-    class Observer:
-        def __init__(self) -> None:
-            self.heard: list[object] = []
-
-        def begin(self) -> None:
-            self.heard.append("begin")
-
-        def step(self, file: RankFile, step: StepLine, leads: bool) -> None:
-            self.heard.append((file.started_as, step.step, leads))
-
-    write_run(tmp_path, steps=2)
-    observer = Observer()
-    LiveRun(tmp_path, observer=observer).poll()
-    assert observer.heard[0] == "begin"
-    assert sorted(map(str, observer.heard[1:])) == sorted(map(str, [(r, n, r == 0) for r in (0, 1) for n in (1, 2)]))

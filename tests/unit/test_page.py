@@ -14,9 +14,10 @@ import pytest
 
 from horizonml.errors import HorizonError, JobError
 from horizonml.plan.plan import Plan, Stage
+from horizonml.report.live_facts import Series
 from horizonml.report.page.describe import ACTIVATIONS, GRADIENTS, flows
 from horizonml.report.page.server import Guard, PageServer, static_files
-from horizonml.report.page.watcher import Series, encode
+from horizonml.report.page.watcher import encode
 from horizonml.security.token import make_token
 from horizonml.telemetry.http import parse
 from tests.distributed.processes import horizonml, wait_for
@@ -255,7 +256,7 @@ def test_watch_finds_the_newest_run_and_refuses_what_is_none(tmp_path: Path) -> 
 
 
 def test_a_series_stays_short_and_keeps_means() -> None:
-    series = Series(2, most=100)
+    series = Series(most=100)
     for step in range(1, 10_001):
         series.add(step, (float(step), None if step % 2 else 1.0))
     points = series.since(0)

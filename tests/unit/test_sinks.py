@@ -6,27 +6,27 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from horizonml.errors import HorizonError, JobError
+from horizonml.errors import JobError
 from horizonml.machine import code
-from horizonml.report.section import lead_records
+from horizonml.report.records import lead_records
+from horizonml.telemetry.fields import Point, Record
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
-from horizonml.telemetry.record import Source, StepRecord
+from horizonml.telemetry.record import RecoveryRecord, Source, StepRecord, TimelineRecord
 from horizonml.telemetry.recorder import Recorder
-from horizonml.telemetry.scalars import Point, Scalars
-from horizonml.telemetry.sinks import Feed, Feeds, check_packages
+from horizonml.telemetry.run_info import RunInfo
+from horizonml.telemetry.sinks import Feed, Feeds, Scalars, check_packages, scalars
 from horizonml.telemetry.spec import TelemetrySpec
 from tests.runs import append, write_run
-from tests.unit.test_metrics import INFO, STEP
+from tests.unit.test_metrics import INFO, STEP, record
 from tests.unit.test_package import command
 
 # MLflow uses what SQLAlchemy has deprecated.
@@ -183,38 +183,61 @@ def test_every_step_counts_once_whichever_process_was_rank_0(tmp_path: Path) -> 
     append(
         tmp_path / "rank-1.jsonl", *({**line, "time": 600.0, "loss": 9.0} for line in later if line["kind"] == "step")
     )
-    steps = [record for record in lead_records(tmp_path) if record["kind"] == "step"]
-    numbers = [record["step"] for record in steps]
+    steps = [record for record in lead_records(tmp_path) if isinstance(record, StepRecord)]
+    numbers = [record.step for record in steps]
     assert sorted(numbers) == list(range(1, 7))
-    assert sum(record["loss"] == 9.0 for record in steps) == len([line for line in later if line["kind"] == "step"]) > 0
-    with pytest.raises(HorizonError, match="has no steps of a run"):
-        lead_records(tmp_path / "elsewhere")
+    assert sum(record.loss == 9.0 for record in steps) == len([line for line in later if line["kind"] == "step"]) > 0
+    assert lead_records(tmp_path / "elsewhere") == []
+
+
+def step(number: int) -> StepRecord:
+    return replace(record(number), metrics={})
 
 
 def test_whatever_is_a_number_in_a_step_s_record_is_shown() -> None:
     """A field that is added to the records is either shown or named here."""
-    numbers = {field.name: 2.0 for field in fields(StepRecord) if field.name not in ("links", "metrics", "unit")}
+    numbers = {field.name: 2 for field in fields(StepRecord) if field.name not in ("links", "metrics", "unit")}
     left_out = {"step", "time", "samples", "batch", "units"}
-    point = Scalars().point({"kind": "step", **numbers, "unit": "tokens"})
-    assert point is not None
-    of_its_own = {"time/samples_per_second", "time/tokens_per_second"}
-    assert len(set(point.values) - of_its_own) == len(set(numbers) - left_out)
-    assert point.values.keys() >= {*of_its_own, "train/gradient_norm", "train/skipped_samples", "time/loading_seconds"}
-    assert point.values["time/tokens_per_second"] == 1.0
+    values = scalars(StepRecord(**numbers, unit="tokens", metrics={"mean iou": 0.5}))
+    of_its_own = {"time/samples_per_second", "time/tokens_per_second", "train/mean_iou"}
+    assert len(set(values) - of_its_own) == len(set(numbers) - left_out)
+    assert values.keys() >= {*of_its_own, "train/gradient_norm", "train/skipped_samples", "time/loading_seconds"}
+    assert values["time/tokens_per_second"] == 1.0
 
 
-def test_a_metric_of_any_task_and_values_that_are_no_numbers() -> None:
-    scalars = Scalars()
-    point = scalars.point(
-        {"kind": "step", "step": 3, "time": 5.0, "wall": 0.0, "batch": 4, "loss": float("nan"), "mean_iou": 0.5,
-         "divergence": None, "links": {"next": [1, 2]}, "note": "text"}
-    )  # fmt: skip
-    assert point is not None
-    assert (point.step, point.time, point.begins) == (3, 5.0, False)
-    assert set(point.values) == {"train/loss", "train/mean_iou", "time/step_seconds"}
-    assert scalars.point({"kind": "timeline", "step": 3, "spans": []}) is None
-    recovered = scalars.point({"kind": "recovery", "time": 6.0, "seconds": 2.0, "steps_repeated": 1})
+class Kept:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.outcome = "none"
+
+    def describe(self, run: RunInfo) -> None: ...
+
+    def write(self, points: Sequence[Point]) -> None:
+        self.points += points
+
+    def close(self, outcome: str) -> None:
+        self.outcome = outcome
+
+
+def test_records_without_a_step_belong_to_the_one_before() -> None:
+    sink = Kept()
+    records: list[Record] = [
+        replace(LEAD, time=4.0, resumed_at=2),
+        replace(step(3), loss=float("nan"), divergence=None, wall=0.0, joules=None),
+        TimelineRecord(3, []),
+        RecoveryRecord(6.0, 1, [1], 2.0, 1, Source.DISK),
+    ]
+    shows = Scalars(sink)
+    shows.write(records)
+    shows.close()
+    begin, done, recovered = sink.points
+    assert (begin.step, begin.begins, done.begins) == (2, True, False)
+    assert (done.step, done.time) == (3, 103.0)
+    assert not done.values.keys() & {"train/gradient_divergence", "rank_0/joules", "time/samples_per_second"}
     assert recovered == Point(3, 6.0, {"group/recovery_seconds": 2.0, "group/steps_repeated": 1.0})
+    assert sink.outcome == ""
 
 
 class Stuck:
@@ -224,7 +247,7 @@ class Stuck:
         self._go_on = go_on
         self.points = 0
 
-    def describe(self, run: Mapping[str, Any]) -> None: ...
+    def describe(self, run: RunInfo) -> None: ...
 
     def write(self, points: Sequence[Point]) -> None:
         self._go_on.wait()
@@ -238,7 +261,7 @@ def test_a_sink_that_hangs_holds_nothing_up_and_is_named_once(caplog: pytest.Log
     sink = Stuck(go_on)
     feed = Feed("TensorBoard", lambda: sink)
     for number in range(30_000):  # many more than wait for it
-        feed.put({"kind": "step", "step": number, "wall": 1.0, "batch": 1, "loss": 1.0})
+        feed.put(step(number))
     assert sink.points == 0
     (message,) = caplog.messages
     assert message.startswith("TensorBoard is slower than the training, and records are left out; `horizonml report`")
@@ -254,7 +277,7 @@ def test_a_sink_that_hangs_at_the_end_is_left_behind(
     monkeypatch.setattr("horizonml.telemetry.sinks._CLOSE_SECONDS", 0.3)
     go_on = threading.Event()
     feed = Feed("MLflow", lambda: Stuck(go_on))
-    feed.put({"kind": "step", "step": 1, "wall": 1.0, "batch": 1, "loss": 1.0})
+    feed.put(step(1))
     feed.close()
     assert "MLflow has not taken everything within" in caplog.text
     go_on.set()
@@ -265,7 +288,7 @@ def test_a_sink_that_fails_is_named_once_and_the_records_are_complete(
 ) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
     feeds = Feeds(TelemetrySpec(tensorboard=True, mlflow="sqlite:////proc/none/x.db"), tmp_path)
-    feeds.put({"kind": "nothing"})
+    feeds.put(step(1))
     deadline = time.monotonic() + 60
     while len(caplog.messages) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)

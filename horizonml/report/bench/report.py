@@ -152,7 +152,7 @@ def _setting(name: str, run: Run) -> str:
 
 def _write_runs(folder: Path, runs: Mapping[str, Run]) -> list[Path]:
     """Write the numbers of runs as CSV and JSON, and return the paths of both. Raises JobError."""
-    summaries = {name: dataclasses.asdict(summarise(run)) for name, run in runs.items()}
+    summaries = {name: summarise(run).to_json() for name, run in runs.items()}
     document = {
         name: {"summary": summaries[name], "links": [dataclasses.asdict(link) for link in traffic(run)]}
         for name, run in runs.items()

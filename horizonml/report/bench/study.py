@@ -28,12 +28,12 @@ from horizonml.files import write_atomically, writing
 from horizonml.job.schema import Job
 from horizonml.machine.host import MachineInfo, machine_info, versions
 from horizonml.machine.resources import OtherWork, available_cores, memory_limit
-from horizonml.report.lines import JobFacts
 from horizonml.report.records import Run, load_run
 from horizonml.report.section import NOTE, Table, Value, number_rows, write_numbers
 from horizonml.report.summary import Summary, summarise, traffic
 from horizonml.runtime.launch import train_here
 from horizonml.runtime.local import RankFailed
+from horizonml.telemetry.run_info import JobFacts
 from horizonml.text import human_bytes, human_seconds, percent
 
 
@@ -387,7 +387,7 @@ def write_data(study: Study) -> list[Path]:
 
     Return the paths of both. Raises JobError.
     """
-    rows = [{**result.factors.to_json(), **dataclasses.asdict(result.summary)} for result in study.succeeded]
+    rows = [{**result.factors.to_json(), **result.summary.to_json()} for result in study.succeeded]
     document = {
         "kind": study.kind,
         "settings": study.settings.model_dump(mode="json", exclude_unset=True),
@@ -396,9 +396,9 @@ def write_data(study: Study) -> list[Path]:
             {
                 "name": result.name,
                 "factors": result.factors.to_json(),
-                "summary": dataclasses.asdict(result.summary),
+                "summary": result.summary.to_json(),
                 "links": [dataclasses.asdict(link) for link in traffic(result.run)],
-                "environment": result.run.lead.run.model_dump(mode="json", include=_ENVIRONMENT),
+                "environment": {name: result.run.lead.run.to_json()[name] for name in sorted(_ENVIRONMENT)},
             }
             for result in study.succeeded
         ],

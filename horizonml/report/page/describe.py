@@ -8,7 +8,7 @@ Adds to a run's description what it was planned for: names of devices, measured 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +19,10 @@ from horizonml.errors import HorizonError, PlanError
 from horizonml.plan.plan import Plan, routes
 from horizonml.planner.record import Planning, read_planning
 from horizonml.planner.simulate import predict
-from horizonml.report.lines import PlanFacts, SpanLine
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import Member, State
+from horizonml.telemetry.record import Span
+from horizonml.telemetry.run_info import PlanFacts
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 
@@ -174,7 +175,7 @@ def describe_timeline(run: LiveRun) -> dict[str, Any] | None:
     }
 
 
-def _joined(spans: list[SpanLine], begin: float, end: float) -> list[list[Any]]:
+def _joined(spans: Sequence[Span], begin: float, end: float) -> list[list[Any]]:
     """Return a rank's spans as [kind, what, micro-batch, begin, end]; the shortest are joined with what precedes."""
     shortest = (end - begin) / _MOST_SPANS if len(spans) > _MOST_SPANS else 0.0
     found: list[list[Any]] = []
