@@ -3,23 +3,20 @@
 One thread serves all clients, at most `Limits.clients` at a time. Each connection serves one request, within
 `Limits.seconds` from the request's first byte to the answer's last. When one more client connects, the oldest
 connection is dropped, so that clients that are slow on purpose exhaust neither threads nor descriptors, and keep nobody
-out. An answer that takes long is made by a second thread, one after the other, while the first one goes on serving.
-
-Reads what a web client asks for, and writes what it is answered.
+out. Answers that take long are made by other threads, one after the other, while the first one goes on serving.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import math
-import queue
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from urllib.parse import parse_qsl, unquote
 
@@ -97,8 +94,7 @@ def parse(received: bytes, peer: str) -> Request | Reply:
 
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 256  # connections that the system queues until they are accepted
-_LOOK_SECONDS = 0.5  # the interval between checks for connections that last too long
-_CHUNK = 1 << 16  # bytes that are sent at once
+_CHUNK = 1 << 16  # bytes that are read at once where nothing should come
 
 
 @dataclass(frozen=True)
@@ -113,28 +109,6 @@ class Limits:
 
 DEFAULT = Limits()
 Handler = Callable[[Request], Reply | Later]
-
-
-@dataclass(eq=False)
-class _Client:
-    """Holds a connection, and how far its request or its answer has come."""
-
-    socket: socket.socket
-    peer: str
-    deadline: float
-    received: bytes = b""
-    request: Request | None = None
-    answer: memoryview = field(default_factory=lambda: memoryview(b""))
-    waits: bool = False  # for an answer that takes long
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Holds an answer that is to be made, or has been made."""
-
-    client: _Client
-    later: Later
-    reply: Reply | None = None
 
 
 class WebServer:
@@ -154,157 +128,141 @@ class WebServer:
         each request whose answer has been sent in full.
         """
         self._name, self._handler, self._limits, self._sent = name, handler, limits, sent
-        self._clients: list[_Client] = []  # those whose request or answer is under way, the oldest first
+        self._clients: dict[asyncio.Task[None], None] = {}  # those whose request or answer is under way, oldest first
+        self._waiting = 0  # clients that wait for an answer that takes long
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listener = socket.create_server(address, family=family, backlog=_MOST_WAITING)
-        self.port = int(self._listener.getsockname()[1])
         self._listener.setblocking(False)
-        self._closing = False
-        self._waker, self._wakes = socket.socketpair()
-        self._waker.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wakes, selectors.EVENT_READ)
-        self._to_do: queue.Queue[_Work | None] = queue.Queue()
-        self._done: queue.SimpleQueue[_Work] = queue.SimpleQueue()
-        self._worker: threading.Thread | None = None  # started with the first answer that takes long
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.port = int(self._listener.getsockname()[1])
+        self._loop = asyncio.new_event_loop()
+        self._slow = asyncio.Lock()  # held while an answer that takes long is made
+        self._accepting = self._loop.create_task(self._accept())
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop the server. An answer that is being made is not waited for."""
-        self._closing = True
-        self._wake()
+        self._loop.call_soon_threadsafe(self._accepting.cancel)
         self._thread.join()
-        self._to_do.put(None)
 
-    def _wake(self) -> None:
-        with suppress(OSError):  # it is awake, because what it reads is full; or it has ended
-            self._waker.send(b".")
+    def _run(self) -> None:
+        with self._listener, suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._accepting)
+        self._loop.close()
 
-    def _serve(self) -> None:
-        while not self._closing:
-            for key, _ in self._selector.select(_LOOK_SECONDS):
-                if key.fileobj is self._wakes:
-                    self._wakes.recv(1024)
-                elif key.fileobj is self._listener:
-                    self._accept()
-                elif key.data in self._clients:  # it may just have been dropped
-                    self._go_on(key.data)
-            self._hand_out()
-            now = time.monotonic()
-            for client in [one for one in self._clients if one.deadline < now]:
-                self._drop(client)
-        for client in list(self._clients):
-            self._drop(client)
-        for open_socket in (self._listener, self._wakes, self._waker):
-            open_socket.close()
-        self._selector.close()
-
-    def _accept(self) -> None:
+    async def _accept(self) -> None:
         try:
-            connection, peer = self._listener.accept()
-        except OSError as error:  # it went away, or no descriptor is left, and then one is freed
-            _log.debug("a client of the %s could not be accepted: %s", self._name, error)
-            if self._clients:
-                self._drop(self._clients[0])
-            else:
-                time.sleep(0.05)
-            return
-        limits = self._limits
-        if len(self._clients) >= limits.clients:
-            self._drop(self._clients[0])
-        connection.setblocking(False)
-        client = _Client(connection, str(peer[0]), time.monotonic() + limits.seconds)
-        self._clients.append(client)
-        self._selector.register(connection, selectors.EVENT_READ, client)
+            await self._accept_all()
+        finally:
+            clients = list(self._clients)
+            for client in clients:
+                client.cancel()
+            if clients:
+                await asyncio.wait(clients)
 
-    def _go_on(self, client: _Client) -> None:
-        """Read what has arrived of a request, or write what fits of the answer."""
-        try:
-            if client.waits:  # nothing may come but the end
-                if not client.socket.recv(_CHUNK):
-                    self._drop(client)
-                return
-            if not client.answer:
-                most = self._limits.request
-                received = client.socket.recv(most)
-                client.received += received
-                complete = b"\r\n\r\n" in client.received
-                if not complete and received and len(client.received) <= most:
-                    return
-                reply = self._answer(client) if complete else Reply.text(400, "not a request\n")
-                if reply is None:
-                    return
-                self._begin(client, reply)
-            client.answer = client.answer[client.socket.send(client.answer[:_CHUNK]) :]
-        except BlockingIOError:
-            return
-        except OSError as error:
-            _log.debug("a client of the %s went away: %s", self._name, error)
-            self._drop(client)
-            return
-        if not client.answer:
-            if client.request is not None:
-                self._sent(client.request)
-            self._drop(client)
-
-    def _begin(self, client: _Client, reply: Reply) -> None:
-        """Begin to answer."""
-        client.answer = memoryview(reply.encode())
-        self._selector.modify(client.socket, selectors.EVENT_WRITE, client)
-
-    def _drop(self, client: _Client) -> None:
-        self._clients.remove(client)
-        self._selector.unregister(client.socket)
-        client.socket.close()
-
-    def _answer(self, client: _Client) -> Reply | None:
-        """Return the answer to a complete request, or None if it takes long."""
-        request = parse(client.received, client.peer)
-        if isinstance(request, Reply):
-            return request
-        client.request = request
-        reply = self._made(lambda: self._handler(request), request.path)
-        if isinstance(reply, Reply):
-            return reply
-        if sum(one.waits for one in self._clients) >= self._limits.later:
-            return Reply.text(503, "too many requests are waiting; try again in a moment\n", {"Retry-After": "2"})
-        if self._worker is None:
-            worker = threading.Thread(target=self._work, name=f"{self._name}, slow", daemon=True)
+    async def _accept_all(self) -> None:
+        while True:
             try:
-                worker.start()
-            except (RuntimeError, MemoryError):
-                return Reply.text(503, "not enough memory is left; try again later\n", {"Retry-After": "10"})
-            self._worker = worker
-        client.waits = True
-        client.deadline = max(client.deadline, time.monotonic() + reply.seconds)
-        self._to_do.put(_Work(client, reply))
-        return None
+                connection, peer = await self._loop.sock_accept(self._listener)
+            except OSError as error:  # it went away, or no descriptor is left, and then one is freed
+                _log.debug("a client of the %s could not be accepted: %s", self._name, error)
+                self._drop_oldest(0)
+                await asyncio.sleep(0.05)
+                continue
+            self._drop_oldest(self._limits.clients - 1)
+            client = self._loop.create_task(self._serve(connection, str(peer[0])))
+            self._clients[client] = None
+            client.add_done_callback(partial(self._forget, connection))
 
-    def _made(self, make: Callable[[], Reply | Later], path: str) -> Reply | Later:
+    def _drop_oldest(self, most: int) -> None:
+        """Drop the oldest client if there are more than `most`."""
+        if len(self._clients) > most:
+            oldest = next(iter(self._clients))
+            del self._clients[oldest]
+            oldest.cancel()
+
+    def _forget(self, connection: socket.socket, client: asyncio.Task[None]) -> None:
+        self._clients.pop(client, None)
+        connection.close()  # here, since a task that is cancelled may never have begun
+
+    async def _serve(self, connection: socket.socket, peer: str) -> None:
+        """Read a request, and answer it."""
+        connection.setblocking(False)
         try:
-            return make()
+            async with asyncio.timeout(self._limits.seconds) as patience:
+                request = await self._read(connection, peer)
+                reply = request if isinstance(request, Reply) else self._made(request.path, self._handler, request)
+                if isinstance(reply, Later):
+                    assert isinstance(request, Request)
+                    reply = await self._wait_for(reply, request.path, connection, patience)
+                await self._loop.sock_sendall(connection, reply.encode())
+            if isinstance(request, Request):
+                self._sent(request)
+        except OSError as error:  # a time-out is one, too
+            _log.debug("a client of the %s went away: %s", self._name, error)
+
+    async def _read(self, connection: socket.socket, peer: str) -> Request | Reply:
+        received, most = b"", self._limits.request
+        while b"\r\n\r\n" not in received:
+            part = await self._loop.sock_recv(connection, most)
+            received += part
+            if not part or (len(received) > most and b"\r\n\r\n" not in received):
+                return Reply.text(400, "not a request\n")
+        return parse(received, peer)
+
+    def _made(self, path: str, make: Callable[..., Reply | Later], *arguments: Request) -> Reply | Later:
+        try:
+            return make(*arguments)
         except Exception:  # noqa: BLE001  (a bug in a page ends neither the server nor what it runs beside)
             _log.exception("%s: %s could not be made", self._name, path)
             return Reply.text(500, f"{path} could not be made; see the log\n")
 
-    def _work(self) -> None:
-        """Make the answers that take long, until the server ends."""
-        while (work := self._to_do.get()) is not None and not self._closing:
-            if work.client not in self._clients:  # it has gone
-                continue
-            assert work.client.request is not None
-            reply = self._made(work.later.make, work.client.request.path)
-            assert isinstance(reply, Reply)
-            self._done.put(_Work(work.client, work.later, reply))
-            self._wake()
+    async def _wait_for(self, later: Later, path: str, connection: socket.socket, patience: asyncio.Timeout) -> Reply:
+        """Return an answer that takes long. Raises ConnectionError when the client leaves."""
+        if self._waiting >= self._limits.later:
+            return Reply.text(503, "too many requests are waiting; try again in a moment\n", {"Retry-After": "2"})
+        now = self._loop.time()
+        patience.reschedule(max(now + later.seconds, patience.when() or now))
+        making = self._loop.create_task(self._make(later, path))
+        leaving = self._loop.create_task(self._leaves(connection))
+        self._waiting += 1
+        try:
+            await asyncio.wait((making, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not making.done():
+                raise ConnectionError("it did not wait for its answer")
+            patience.reschedule(self._loop.time() + self._limits.seconds)
+            return making.result()
+        finally:
+            self._waiting -= 1
+            making.cancel()
+            leaving.cancel()
 
-    def _hand_out(self) -> None:
-        """Begin to send what has been made meanwhile."""
-        while not self._done.empty():
-            work = self._done.get()
-            if work.client in self._clients and work.reply is not None:
-                work.client.waits = False
-                work.client.deadline = time.monotonic() + math.ceil(self._limits.seconds)
-                self._begin(work.client, work.reply)
+    async def _leaves(self, connection: socket.socket) -> None:
+        """Return when a client leaves, of which nothing more may come."""
+        with suppress(OSError):
+            while await self._loop.sock_recv(connection, _CHUNK):
+                pass
+
+    async def _make(self, later: Later, path: str) -> Reply:
+        """Have a thread make an answer, once the one before is made, even if nobody waits for that any more."""
+        await self._slow.acquire()
+        made: asyncio.Future[Reply | Later] = self._loop.create_future()
+
+        def done(reply: Reply | Later) -> None:
+            self._slow.release()
+            if not made.done():
+                made.set_result(reply)
+
+        def make() -> None:
+            reply = self._made(path, later.make)
+            with suppress(RuntimeError):  # the server is closed
+                self._loop.call_soon_threadsafe(done, reply)
+
+        try:
+            threading.Thread(target=make, name=f"{self._name}, slow", daemon=True).start()
+        except (RuntimeError, MemoryError):
+            self._slow.release()
+            return Reply.text(503, "not enough memory is left; try again later\n", {"Retry-After": "10"})
+        reply = await made
+        assert isinstance(reply, Reply)
+        return reply

@@ -22,7 +22,7 @@ from horizonml.machine.accelerator import computing
 from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.machine.resources import available_cores, memory_limit, memory_used, throttled_seconds
 from horizonml.plan.plan import Plan
-from horizonml.telemetry.fields import MetricSpec, Record, Shown, gauge
+from horizonml.telemetry.fields import MetricSpec, Record, gauge
 from horizonml.telemetry.record import SHARES, SHOWN, EvaluationRecord, Source, StepRecord, metric_key
 from horizonml.telemetry.run_info import RunInfo
 from horizonml.telemetry.table import CAUSES, CONTAINER, TABLE, Cause, Goodput
@@ -70,20 +70,24 @@ _MEASURED = {"training": "the newest global batch", "held_out": "held-out data a
 _KINDS = {"gauge": (Gauge, "set"), "counter": (Counter, "inc"), "histogram": (Histogram, "observe")}
 
 
-def _metrics_of(kind: type[Record]) -> dict[str, tuple[MetricSpec, Shown]]:
-    """Return the metrics that show fields of a kind of record, by the names of the fields."""
-    return {name: (how.metric, how) for name, how in SHOWN[kind].items() if how.metric is not None}
+_Series = tuple[str, ...]  # a metric's name, and the values of its own labels
+
+
+def _series_of(kind: type[Record]) -> dict[str, _Series]:
+    """Return which series show fields of a kind of record, by the names of the fields."""
+    shown = {name: (how.metric, how.label) for name, how in SHOWN[kind].items()}
+    return {name: (spec.name, label) if label else (spec.name,) for name, (spec, label) in shown.items() if spec}
 
 
 # Of a gauge that every step has, only the newest value counts, which is set when Prometheus asks.
-_OF_STEP = _metrics_of(StepRecord)
+_SPECS = {spec.name: spec for spec in TABLE}
+_OF_STEP, _OF_EVALUATION = _series_of(StepRecord), _series_of(EvaluationRecord)
 _NEWEST = {
     one.name: _OF_STEP[one.name]
     for one in fields(StepRecord)
-    if one.name in _OF_STEP and _OF_STEP[one.name][0].type == "gauge" and one.default is not None
+    if one.name in _OF_STEP and one.default is not None and _SPECS[_OF_STEP[one.name][0]].type == "gauge"
 }
-_EACH = {name: found for name, found in _OF_STEP.items() if name not in _NEWEST}
-_OF_EVALUATION = _metrics_of(EvaluationRecord)
+_EACH = {name: series for name, series in _OF_STEP.items() if name not in _NEWEST}
 
 
 class Metrics(Collector):
@@ -104,7 +108,7 @@ class Metrics(Collector):
         self._carried: Callable[[], Mapping[str, float]] = dict  # what the tunnel has counted, by metric
         self._carried_before: Mapping[str, float] = {}
         self._families: dict[str, tuple[MetricWrapperBase, str]] = {}  # each with its way to take a value
-        self._series: dict[tuple[str, ...], Callable[[float], None]] = {}  # by the metric's name and its own labels
+        self._series: dict[_Series, Callable[[float], None]] = {}
         self.registry.register(self)
         for spec in TABLE:
             self._add(spec)
@@ -124,28 +128,31 @@ class Metrics(Collector):
 
     def _put(self, name: str, value: float = 1, *labels: str) -> None:
         """Set a gauge, add to a counter, or let a histogram count a value. Series are hidden before their first one."""
-        put = self._series.get((name, *labels))
-        if put is None:
-            family, verb = self._families[name]
-            put = self._series[name, *labels] = getattr(family.labels(self.rank, *labels), verb)
-        put(value)
+        self._of((name, *labels))(value)
+
+    def _of(self, series: _Series) -> Callable[[float], None]:
+        """Return what takes the values of a series."""
+        if series not in self._series:
+            family, verb = self._families[series[0]]
+            self._series[series] = getattr(family.labels(self.rank, *series[1:]), verb)
+        return self._series[series]
+
+    def _show(self, record: Record, shown: Mapping[str, _Series]) -> None:
+        """Let some series take the values of a record's fields."""
+        for name, series in shown.items():
+            value = getattr(record, name)
+            if value is not None:
+                (self._series.get(series) or self._of(series))(value)
 
     def _clear(self, name: str) -> None:
         """Hide all series of a metric."""
         self._families[name][0].clear()
-        self._series = {key: put for key, put in self._series.items() if key[0] != name}
+        self._series = {series: put for series, put in self._series.items() if series[0] != name}
 
     def _say(self, name: str, *labels: str) -> None:
         """Make these labels the only ones of an info metric."""
         self._clear(name)
         self._put(name, 1, *labels)
-
-    def _show(self, record: Record, metrics: Mapping[str, tuple[MetricSpec, Shown]]) -> None:
-        """Let these metrics count the values of a record's fields, or hold them."""
-        for field, (spec, how) in metrics.items():
-            value = getattr(record, field)
-            if value is not None:
-                self._put(spec.name, value, *filter(None, (how.label,)))
 
     def _know(self, means: Mapping[str, float]) -> None:
         """Register gauges for the task's metrics that the table does not name."""

@@ -70,10 +70,11 @@ class _Judged(Record):
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which each metric has a key of its own."""
         found = super().to_json()
-        metrics = {metric_key(name): mean for name, mean in found.pop("metrics").items()}
-        taken = metrics.keys() & found.keys()
-        assert not taken, f"a record has a field {taken} already; rename the task's metric"
-        return found | metrics
+        for name, mean in found.pop("metrics").items():
+            key = metric_key(name)
+            assert key not in found, f"a record has a field {key!r} already; rename the task's metric"
+            found[key] = mean
+        return found
 
 
 @dataclass(frozen=True)

@@ -156,9 +156,8 @@ def test_a_number_is_added_by_declaring_and_measuring_it(tmp_path: Path) -> None
     record.write_text(record.read_text().replace("_OF_STEP = {\n", "_OF_STEP = {\n" + row))
     paths = os.pathsep.join(map(str, (tmp_path, ROOT / "scripts", ROOT)))
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    env = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "record": 1.5, "scalar": 1.5, "history": [0.5, 1.0, 1.5], "metric": True, "page": True, "row": 1.0,
