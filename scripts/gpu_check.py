@@ -57,7 +57,7 @@ def copies(device: Any) -> dict[str, float]:
     """Return the speed of copies between the device and the host's memory, in GB/s."""
     import torch
 
-    from horizonml.engine.cuda import CudaStaging
+    from horizonml.engine.staging import CudaStaging
 
     staging, found = CudaStaging(device), {}
     for name, size in (("256 KiB", 1 << 16), ("4 MiB", 1 << 20), ("64 MiB", 1 << 24)):

@@ -23,7 +23,6 @@ from horizonml.comm.connect import Connections
 from horizonml.comm.expected import Reader, anything, fields, optional, text
 from horizonml.comm.tunnel.client import Links
 from horizonml.comm.work import (
-    GLOO_ERRORS,
     Chain,
     Collective,
     Done,
@@ -32,7 +31,7 @@ from horizonml.comm.work import (
     Moves,
     Recording,
     Work,
-    lost,
+    naming,
 )
 from horizonml.errors import HorizonError, PeerLost, of_kind
 
@@ -197,10 +196,8 @@ class Group:
         if self.log is not None:
             self.log.add(tensor, peer, tag)
         self._moves.count += 1
-        try:
+        with naming(peer):
             work: Work = self._world.send([tensor], peer, tag)
-        except GLOO_ERRORS as error:
-            raise lost(peer, error) from error
         return work
 
     def receive(self, into: Tensor, peer: int, tag: int) -> Work:
@@ -208,18 +205,15 @@ class Group:
         self._moves.count += 1
         if peer == self.rank:
             return FromItself(self._outbox, tag, into)
-        try:
+        with naming(peer):
             work: Work = self._world.recv([into], peer, tag)
-        except GLOO_ERRORS as error:
-            raise lost(peer, error) from error
         return work
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], stage: int = 0) -> Work:
         """Begin to sum a tensor over `ranks` in place. All must make the same calls for a `stage` in the same order."""
-        try:
-            return Collective(self.among(ranks, stage).allreduce([tensor]), self._over)
-        except GLOO_ERRORS as error:
-            raise lost(None, error) from error
+        with naming(None):
+            work = self.among(ranks, stage).allreduce([tensor])
+        return Collective(work, self._over)
 
     def follow(self, future: Any) -> Work:
         """Return the work that a future stands for, of sums that were begun on a process group of `among`."""
@@ -228,18 +222,14 @@ class Group:
     def all_gather(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
         """Return the tensors of `ranks`, all of one shape, in their order. All of them must make the same calls."""
         tensors = [torch.empty_like(tensor) for _ in ranks]
-        try:
-            Collective(self.among(ranks).allgather([tensors], [tensor]), self._over).wait()
-        except GLOO_ERRORS as error:
-            raise lost(None, error) from error
+        self.wait(self.begin_all_gather(tensor, tensors, ranks))
         return tensors
 
     def begin_all_gather(self, own: Tensor, every: list[Tensor], ranks: tuple[int, ...], stage: int = 0) -> Work:
         """Begin to gather the tensors of `ranks` into `every`. All must make the same calls for a `stage` in order."""
-        try:
-            return Collective(self.among(ranks, stage).allgather([every], [own]), self._over)
-        except GLOO_ERRORS as error:
-            raise lost(None, error) from error
+        with naming(None):
+            work = self.among(ranks, stage).allgather([every], [own])
+        return Collective(work, self._over)
 
     def among(self, ranks: tuple[int, ...], stage: int = 0) -> Any:
         """Return the process group of the members of a stage; all of them must ask for it together the first time.
@@ -255,10 +245,8 @@ class Group:
     def wait(self, work: Work, peer: int | None = None) -> None:
         """Wait for a message from or to `peer`, or for a sum. Raises PeerLost."""
         self._moves.count += 1
-        try:
+        with naming(peer):
             work.wait()
-        except GLOO_ERRORS as error:
-            raise lost(peer, error) from error
         self._moves.count += 1
 
     def gather_json(self, value: Any, read: Reader[Any] = anything) -> list[Any]:
@@ -289,12 +277,9 @@ class Group:
         ]
 
     def _gather(self, into: list[Tensor], own: Tensor) -> None:
-        self._moves.count += 1
-        try:
-            Collective(self._world.allgather([into], [own]), self._over).wait()
-        except GLOO_ERRORS as error:
-            raise lost(None, error) from error
-        self._moves.count += 1
+        with naming(None):
+            work = self._world.allgather([into], [own])
+        self.wait(Collective(work, self._over))
 
     @staticmethod
     def _read(rank: int, value: Any, read: Reader[T]) -> T:
@@ -328,14 +313,11 @@ class Group:
         return self._read(source, self._parse(source, head[_SIZE : _SIZE + size]), read)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        self._moves.count += 1
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        try:
-            Collective(self._world.broadcast([tensor], options), self._over).wait()
-        except GLOO_ERRORS as error:
-            raise lost(source, error) from error
-        self._moves.count += 1
+        with naming(source):
+            work = self._world.broadcast([tensor], options)
+        self.wait(Collective(work, self._over), source)
 
     def agree(self, action: Callable[[], Any], read: Reader[Any] = anything) -> list[Any]:
         """Run `action` on every rank; return the results, which are JSON values, in the order of ranks.

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -100,12 +101,16 @@ class FromItself:
         self.into.copy_(self.outbox.pop(self.tag))
 
 
-def lost(peer: int | None, error: Exception) -> PeerLost:
-    """Return what is to be raised instead of an error of gloo's."""
-    who = "a peer" if peer is None else f"rank {peer}"
-    timed_out = "Timed out" in str(error)
-    reason = "did not answer in time" if timed_out else "closed its connection"
-    return PeerLost(f"{who} {reason} ({short(error)})", timed_out=timed_out)
+@contextmanager
+def naming(peer: int | None) -> Iterator[None]:
+    """Raise PeerLost, which names the peer if it is known, instead of gloo's errors."""
+    try:
+        yield
+    except GLOO_ERRORS as error:
+        who = "a peer" if peer is None else f"rank {peer}"
+        timed_out = "Timed out" in str(error)
+        reason = "did not answer in time" if timed_out else "closed its connection"
+        raise PeerLost(f"{who} {reason} ({short(error)})", timed_out=timed_out) from error
 
 
 def short(error: Exception) -> str:

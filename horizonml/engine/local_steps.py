@@ -33,8 +33,7 @@ from horizonml.engine.clock import WAYS, Step, Totals
 from horizonml.engine.fragment import Fragment, fragments_of
 from horizonml.engine.session import Session, Trainer
 from horizonml.engine.sync.base import Members
-from horizonml.engine.tied import Ties
-from horizonml.engine.verdict import UNCHANGED, GradientCheck, TotalsSum
+from horizonml.engine.verdict import UNCHANGED, GradientCheck, Ties, TotalsSum
 from horizonml.errors import Diverged, PeerLost, PlanError
 from horizonml.machine.host import cpu_seconds
 from horizonml.plan.execution import Executions

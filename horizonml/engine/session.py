@@ -20,12 +20,10 @@ from horizonml.comm.group import Group
 from horizonml.comm.work import Messages, Recording
 from horizonml.data.needs import Needs
 from horizonml.engine.clock import WAYS, Clock, Step, Totals, Way
-from horizonml.engine.cuda import staging_for
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
-from horizonml.engine.staging import Staging
+from horizonml.engine.staging import Staging, staging_for
 from horizonml.engine.sync.base import is_looked_at
-from horizonml.engine.tied import TiedGradients, Ties
-from horizonml.engine.verdict import GradientCheck, TotalsSum
+from horizonml.engine.verdict import GradientCheck, TiedGradients, Ties, TotalsSum
 from horizonml.errors import PeerLost
 from horizonml.machine.host import cpu_seconds
 from horizonml.models.structure import Structure

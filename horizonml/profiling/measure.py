@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from horizonml.data.tensors import TensorSpec
 from horizonml.engine import fragment
-from horizonml.engine.cuda import staging_for
 from horizonml.engine.execution import Forward, memory_format, runs_for
 from horizonml.engine.link import BoundaryCodec, Codec
 from horizonml.engine.split_backward import backward
+from horizonml.engine.staging import staging_for
 from horizonml.machine.accelerator import computing, synchronised
 from horizonml.machine.resources import available_cores
 from horizonml.models.boundary import Boundary, Values, flat

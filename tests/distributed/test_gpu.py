@@ -227,7 +227,7 @@ def test_a_run_of_a_gpu_and_processors(tmp_path: Path, strategy: str) -> None:
 
 def test_messages_overlap_with_compute_on_streams_of_their_own() -> None:
     """A copy to the host is not waited for, and does not see what the device writes later."""
-    from horizonml.engine.cuda import CudaStaging
+    from horizonml.engine.staging import CudaStaging
 
     staging, seen = CudaStaging(torch.device("cuda:0")), list[Tensor]()
     big = torch.ones(4096, 4096, device="cuda")

@@ -90,7 +90,8 @@ class Control:
         return {}
 
     def _open(self, request: Fields) -> Fields:
-        target = Target(request["target"], request["target_port"], not self._encrypt)
+        address, port = request["target"]
+        target = Target(address, port, not self._encrypt)
         number, (address, port) = self._active.open(request["host"], request["port"], request["stand_in"], target)
         return {"number": number, "address": address, "port": port}
 
