@@ -14,7 +14,6 @@ It also stands between gloo and a group's store, and puts tunnels in the place o
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -177,7 +176,7 @@ def silence(own: Published) -> bool:
 
     The socket stays open, and watched for nothing, because gloo itself takes it from its list when it closes it.
     """
-    listener = next((number for number in _descriptors() if _is(number, own)), None)
+    listener = next((number for number, _ in _sockets() if _is(number, own)), None)
     if listener is None:
         return False
     for number, watched in _watchers():
@@ -197,12 +196,13 @@ def others_there(own: Published) -> bool:
     return False
 
 
-def _descriptors() -> Iterator[int]:
-    """Yield the descriptors of this process that are sockets."""
+def _sockets() -> Iterator[tuple[int, int]]:
+    """Yield this process's sockets, each as its descriptor and inode."""
     for name in os.listdir("/dev/fd"):
-        with suppress(OSError):
-            if os.readlink(f"/dev/fd/{name}").startswith("socket:"):
-                yield int(name)
+        with suppress(OSError):  # the listing's own descriptor is closed by now
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                yield int(name), status.st_ino
 
 
 def _is(number: int, own: Published) -> bool:
@@ -296,7 +296,7 @@ class Connections:
             return None
         assert self._store is not None
         store = PublishedAddresses(PrefixStore(name, self._store), self._rank, ranks, self._links)
-        before = _open_sockets()
+        before = set(_sockets())
         try:
             group = self._soon(lambda: self._make(store, ranks), self._timeout)
         except (*GLOO_ERRORS, MemoryError) as error:  # gloo allocates as much memory as a damaged address says
@@ -305,7 +305,7 @@ class Connections:
             reason = store.failures(0.0) or short(error)
             raise PeerLost(f"rank {self._rank} could not connect to all other ranks: {reason}") from error
         finally:
-            self._sockets |= _open_sockets() - before
+            self._sockets |= set(_sockets()) - before
             store.forget()
         guard(store.own)
         return group
@@ -336,7 +336,7 @@ class Connections:
         while self._sockets:
             descriptor, inode = self._sockets.pop()
             # The descriptor may belong to another file by now; a socket that has lost its peer needs no shutdown.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
                     with socket.socket(fileno=os.dup(descriptor)) as connection:
                         # This fails for a listening socket, which gloo still polls. Another thread may have connected
@@ -372,16 +372,3 @@ class Connections:
         if error is not None:
             raise error
         return cast(T, found)
-
-
-def _open_sockets() -> set[tuple[int, int]]:
-    """Return this process's sockets, each as its descriptor and inode."""
-
-    def sockets() -> Iterator[tuple[int, int]]:
-        for name in os.listdir("/dev/fd"):
-            with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
-                status = os.fstat(int(name))
-                if stat.S_ISSOCK(status.st_mode):
-                    yield int(name), status.st_ino
-
-    return set(sockets())

@@ -53,6 +53,9 @@ class Link:
         wait_for(lambda: self.process.num_fds() <= self._files, "the descriptors of strangers", 20)
         assert self.process.memory_info().rss < self._memory + (24 << 20)
 
+    def refused(self) -> int:
+        return self._tunnels[0].usage().refused
+
     def close(self) -> None:
         for one in (self._near, self._far, self._listener):
             one.close()
@@ -86,6 +89,7 @@ def test_2000_connections_leave_nothing_behind(link: Link) -> None:
         stranger.close()
     link.check()
     link.check_bounds()
+    assert link.refused() >= 300
 
 
 def header(address: str, port: int, magic: bytes = b"hzml", version: int = 1, flags: int = 0) -> bytes:

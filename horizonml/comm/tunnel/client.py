@@ -178,7 +178,8 @@ class Tunnel:
         reply = self._ask({"do": "open", "host": host, "port": port, "stand_in": stand_in, "target": target})
         if "error" in reply:
             raise TunnelGone(f"the tunnel cannot listen at {stand_in}: {reply['error']}")
-        return int(reply["number"]), (str(reply["address"]), int(reply["port"]))
+        address, port = reply["at"]
+        return int(reply["number"]), (address, port)
 
     def vouch(self, address: str, port: int) -> socket.socket:
         """Let other machines' ranks reach a listener of this one until the socket that is returned is closed.

@@ -14,7 +14,6 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from horizonml.comm.tunnel.addresses import Target
@@ -62,58 +61,41 @@ class Control:
 
     def _reply(self, request: Fields) -> Fields:
         """Do what a request says, and return the answer."""
-        deeds: dict[str, Callable[[Fields], Fields]] = {
-            "begin": self._begin,
-            "serve": self._serve,
-            "open": self._open,
-            "state": self._state,
-            "close": self._close,
-            "stats": self._stats,
-        }
+        if request["do"] == "begin":
+            self._encrypt, self._rank = bool(request["encrypt"]), int(request["rank"])
+            self._carrier = Carrier(parse_token(request["token"]))
+            return {}
+        carrier = self._carrier
+        assert carrier is not None, "the first request brings the token"
         try:
-            return deeds[request["do"]](request)
+            match request["do"]:
+                case "serve":
+                    carrier.serve(request["address"], request["port"])
+                    return {}
+                case "open":
+                    address, port = request["target"]
+                    target = Target(address, port, not self._encrypt)
+                    number, at = carrier.open(request["host"], request["port"], request["stand_in"], target)
+                    return {"number": number, "at": at}
+                case "state":
+                    states = [carrier.state_of(number) for number in request["numbers"]]
+                    return {"serving": [carrier.serving, carrier.reason], "states": states}
+                case "close":
+                    for number in request["numbers"]:
+                        carrier.close(number)
+                    return {}
+                case "stats":
+                    return {
+                        "sent": carrier.sent,
+                        "received": carrier.received,
+                        "seconds": time.process_time(),
+                        "connections": carrier.pipes,
+                        "refused": carrier.refused,
+                        "cipher": carrier.cipher if self._encrypt else "none",
+                    }
         except OSError as error:
             return {"error": error.strerror or str(error)}
-
-    def _begin(self, request: Fields) -> Fields:
-        self._encrypt, self._rank = bool(request["encrypt"]), int(request["rank"])
-        self._carrier = Carrier(parse_token(request["token"]))
-        return {}
-
-    @property
-    def _active(self) -> Carrier:
-        assert self._carrier is not None, "the first request brings the token"
-        return self._carrier
-
-    def _serve(self, request: Fields) -> Fields:
-        self._active.serve(request["address"], request["port"])
-        return {}
-
-    def _open(self, request: Fields) -> Fields:
-        address, port = request["target"]
-        target = Target(address, port, not self._encrypt)
-        number, (address, port) = self._active.open(request["host"], request["port"], request["stand_in"], target)
-        return {"number": number, "address": address, "port": port}
-
-    def _state(self, request: Fields) -> Fields:
-        states = [self._active.state_of(number) for number in request["numbers"]]
-        return {"serving": [self._active.serving, self._active.reason], "states": states}
-
-    def _close(self, request: Fields) -> Fields:
-        for number in request["numbers"]:
-            self._active.close(number)
-        return {}
-
-    def _stats(self, _: Fields) -> Fields:
-        carrier = self._active
-        return {
-            "sent": carrier.sent,
-            "received": carrier.received,
-            "seconds": time.process_time(),
-            "connections": carrier.pipes,
-            "refused": carrier.refused,
-            "cipher": carrier.cipher if self._encrypt else "none",
-        }
+        raise ValueError(f"the rank asks for {request['do']}")
 
 
 async def serve(line: socket.socket) -> None:
