@@ -33,7 +33,7 @@ from horizonml.engine.clock import WAYS, Step, Totals
 from horizonml.engine.fragment import Fragment, fragments_of
 from horizonml.engine.session import Session, Trainer
 from horizonml.engine.sync.base import Members
-from horizonml.engine.verdict import UNCHANGED, GradientCheck, Ties, TotalsSum
+from horizonml.engine.verdict import UNCHANGED, TotalsSum, check_held_out
 from horizonml.errors import Diverged, PeerLost, PlanError
 from horizonml.machine.host import cpu_seconds
 from horizonml.plan.execution import Executions
@@ -90,9 +90,6 @@ class LocalSession(Trainer):
         self.stages, self.clock = self._inner.stages, self._inner.clock
         group.barrier()
         self._totals = TotalsSum(group, task, self.stages, len(plan.stages) - 1)
-        self._check = GradientCheck(
-            self._inner.plan, Ties([]), group, self.clock, {}, None, self._inner.staging
-        )  # of evaluations
         self._ties = [list(names) for names in state.model.ties]
         spans = ({plan.stage_of(state.layer_of(f"model/{name}")) for name in names} for names in self._ties)
         if any(len(stages) > 1 for stages in spans):
@@ -111,7 +108,6 @@ class LocalSession(Trainer):
         self._apart: float | None = None  # how far this replica's outer gradient was from the mean
         self._stop = self._newcomers = False
         self._last: Totals | None = None
-        self.local_steps = 0  # that this replica has taken since the session began
 
     def follow(self, following: Following) -> None:
         """Refuse followers: whoever joins replicas receives the state before training goes on."""
@@ -200,7 +196,6 @@ class LocalSession(Trainer):
                 steps.append(self._inner.step(piece, learning_rate))
             self._found, self._samples = self._found + self._inner.found, self._samples + piece.size
             self._last = steps[-1].totals
-            self.local_steps += 1
         return steps
 
     def _begin_sum(self, number: int) -> None:
@@ -289,7 +284,7 @@ class LocalSession(Trainer):
         own = (Rows([Part(batch, *self.plan.stages[0].parts(batch.size)[self._place])]) for batch in batches)
         found, samples = self._inner.judge(rows for rows in own if rows.size)
         totals = self._totals.agree(found, samples, None)
-        self._check.check_held_out(self.state.step, totals.loss, float(found[0]))
+        check_held_out(self.group, self.state.step, totals.loss, float(found[0]))
         return totals
 
     def needs(self, size: int, training: bool) -> Needs:

@@ -23,7 +23,7 @@ from horizonml.engine.clock import WAYS, Clock, Step, Totals, Way
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
 from horizonml.engine.staging import Staging, staging_for
 from horizonml.engine.sync.base import is_looked_at
-from horizonml.engine.verdict import GradientCheck, TiedGradients, Ties, TotalsSum
+from horizonml.engine.verdict import GradientCheck, TiedGradients, Ties, TotalsSum, check_held_out, refuse_loss
 from horizonml.errors import PeerLost
 from horizonml.machine.host import cpu_seconds
 from horizonml.models.structure import Structure
@@ -308,7 +308,7 @@ class Session(Trainer):
         found = self.found = self._totals.found(runs)
         totals = self._totals.agree(found, batch.size, self.following, stop, newcomers, finite, look)
         if not math.isfinite(totals.loss):
-            self._check.refuse_loss(self.state.step, totals.loss, float(found[0]))
+            refuse_loss(self.group, self.state.step, totals.loss, float(found[0]))
         if not totals.finite:
             self._check.refuse(self.state.step)
         self.clock.switch("compute", "update")
@@ -408,7 +408,7 @@ class Session(Trainer):
         self._totals.post()
         found, samples = self.judge(batches)
         totals = self._totals.agree(found, samples, self.following)
-        self._check.check_held_out(self.state.step, totals.loss, float(found[0]))
+        check_held_out(self.group, self.state.step, totals.loss, float(found[0]))
         return totals
 
     @torch.no_grad()

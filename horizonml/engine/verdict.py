@@ -296,25 +296,28 @@ class GradientCheck:
         where = f"stage {number}, rank {self._group.origin(rank)}"
         raise Diverged(f"step {step}: the gradient of {name} ({where}) is not finite. {UNCHANGED}{hint}")
 
-    def refuse_loss(self, step: int, loss: float, own: float) -> NoReturn:
-        """Raise Diverged for a loss that is not finite, naming a rank on which it is not; all ranks call this.
 
-        `own` is the sum over this rank's rows.
-        """
-        raise Diverged(f"step {step}: the loss is {loss}{self._where(own)}. {UNCHANGED}")
+def refuse_loss(group: Group, step: int, loss: float, own: float) -> NoReturn:
+    """Raise Diverged for a loss that is not finite, naming a rank on which it is not; all ranks call this.
 
-    def check_held_out(self, step: int, loss: float, own: float) -> None:
-        """Raise Diverged on all ranks if the loss of an evaluation after `step` steps is not finite."""
-        if not math.isfinite(loss):
-            raise Diverged(
-                f"after step {step}: the loss on held-out data is {loss}{self._where(own)}. Lower optimizer.lr, clip "
-                "gradients (optimizer.clip_norm), or look at the held-out data"
-            )
+    `own` is the sum over this rank's rows.
+    """
+    raise Diverged(f"step {step}: the loss is {loss}{_where(group, own)}. {UNCHANGED}")
 
-    def _where(self, own: float) -> str:
-        """Return the rank whose part of the loss is not finite, in words."""
-        broken = self._group.gather_json(not math.isfinite(own), boolean)
-        return next((f" (rank {self._group.origin(rank)})" for rank, found in enumerate(broken) if found is True), "")
+
+def check_held_out(group: Group, step: int, loss: float, own: float) -> None:
+    """Raise Diverged on all ranks if the loss of an evaluation after `step` steps is not finite."""
+    if not math.isfinite(loss):
+        raise Diverged(
+            f"after step {step}: the loss on held-out data is {loss}{_where(group, own)}. Lower optimizer.lr, clip "
+            "gradients (optimizer.clip_norm), or look at the held-out data"
+        )
+
+
+def _where(group: Group, own: float) -> str:
+    """Return the rank whose part of the loss is not finite, in words."""
+    broken = group.gather_json(not math.isfinite(own), boolean)
+    return next((f" (rank {group.origin(rank)})" for rank, found in enumerate(broken) if found is True), "")
 
 
 _MOST = 1 << 53  # samples or units
