@@ -72,6 +72,9 @@ def series_styles(names: Iterable[str]) -> dict[str, SeriesStyle]:
     return found if len(found) > 1 else {name: style._replace(line="-") for name, style in found.items()}
 
 
+AxisFormat = Callable[[Axes], None]
+
+
 class _BinaryLocator(MaxNLocator):
     """Places ticks at round numbers of KiB, MiB or GiB."""
 
@@ -80,16 +83,15 @@ class _BinaryLocator(MaxNLocator):
         return [tick * unit for tick in super().tick_values(vmin / unit, vmax / unit)]
 
 
-def bytes_axis(axis: Axes) -> None:
+def bytes_axis(axis: Axes, per: str = "") -> None:
     """Label the y axis in KiB, MiB, ..."""
     axis.yaxis.set_major_locator(_BinaryLocator(7))
-    axis.yaxis.set_major_formatter(lambda value, _: _bytes(value))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{_bytes(value)}{per}")
 
 
 def byte_rate_axis(axis: Axes) -> None:
     """Label the y axis in KiB/s, MiB/s, ..."""
-    axis.yaxis.set_major_locator(_BinaryLocator(7))
-    axis.yaxis.set_major_formatter(lambda value, _: f"{_bytes(value)}/s")
+    bytes_axis(axis, "/s")
 
 
 def _bytes(value: float) -> str:
@@ -109,24 +111,15 @@ def label(axis: Axes, value: float) -> str:
     return str(axis.yaxis.get_major_formatter()(value, None))
 
 
-def seconds_axis(axis: Axes) -> None:
-    """Label the y axis in ms, s, min."""
-    axis.yaxis.set_major_formatter(lambda value, _: human_seconds(value).replace(".0 ", " "))
+def _labelled(show: Callable[[float], str]) -> AxisFormat:
+    """Return what labels the y axis of a panel by `show`."""
+    return lambda axis: axis.yaxis.set_major_formatter(lambda value, _: show(value))
 
 
-def share_axis(axis: Axes) -> None:
-    """Label the y axis in percent, as tables do."""
-    axis.yaxis.set_major_formatter(lambda value, _: percent(value))
-
-
-def percent_axis(axis: Axes) -> None:
-    """Label the y axis in percent, with three digits that count."""
-    axis.yaxis.set_major_formatter(lambda value, _: f"{_short(100 * value)}%")
-
-
-def plain_axis(axis: Axes) -> None:
-    """Label the y axis with thousands separated."""
-    axis.yaxis.set_major_formatter(lambda value, _: _short(value))
+seconds_axis = _labelled(lambda value: human_seconds(value).replace(".0 ", " "))  # in ms, s, min
+share_axis = _labelled(percent)  # in percent, as tables do
+percent_axis = _labelled(lambda value: f"{_short(100 * value)}%")  # in percent, with three digits that count
+plain_axis = _labelled(_short)  # with thousands separated
 
 
 _CLOCK_TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)  # seconds
@@ -138,9 +131,6 @@ def clock_axis(axis: Axes, end: float) -> None:
     tick = next((tick for tick in _CLOCK_TICKS if end / tick <= 12), _CLOCK_TICKS[-1])
     axis.xaxis.set_major_locator(MultipleLocator(tick))
     axis.xaxis.set_major_formatter(lambda value, _: "{}:{:02}".format(*divmod(round(value), 60)))
-
-
-AxisFormat = Callable[[Axes], None]
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -173,12 +163,17 @@ def bars(panels: Sequence[tuple[str, Values, AxisFormat]], path: Path, *, catego
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     if any(len(_categories(values)) > 1 for _, values, _ in panels):
-        handles: dict[str, Artist] = {}
-        for axis in axes[: len(panels)]:
-            for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-                handles.setdefault(name, handle)
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
+        _share_legend(figure, axes[: len(panels)])
     return save(figure, path)
+
+
+def _share_legend(figure: Figure, axes: Iterable[Axes]) -> None:
+    """Draw one legend for all panels."""
+    handles: dict[str, Artist] = {}
+    for axis in axes:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(7, len(handles)))
 
 
 def _categories(values: Values) -> list[str]:
@@ -267,20 +262,8 @@ def _errors(centres: Sequence[tuple[float, float, float]]) -> np.ndarray | None:
 Lines = tuple[str, Mapping[str, Mapping[int, Sequence[float]]], AxisFormat]  # title, values of each series, axis
 
 
-def lines(
-    panels: Sequence[Lines],
-    path: Path,
-    *,
-    x: str,
-    ideals: Sequence[Mapping[str, Mapping[int, float]]] = (),
-    logarithmic: int = 0,
-) -> Path:
-    """Draw panels of lines over numbers, as `draw_lines` does, and return the path."""
-    return save(draw_lines(panels, x, ideals, logarithmic), path)
-
-
 def draw_lines(
-    panels: Sequence[Lines], x: str, ideals: Sequence[Mapping[str, Mapping[int, float]]], logarithmic: int
+    panels: Sequence[Lines], x: str, ideals: Sequence[Mapping[str, Mapping[int, float]]] = (), logarithmic: int = 0
 ) -> Figure:
     """Draw panels of lines over numbers, with error bars.
 
@@ -289,7 +272,6 @@ def draw_lines(
     """
     figure = Figure(figsize=(4.6 * len(panels), 4.0), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    handles: dict[str, Artist] = {}
     for number, (axis, (title, values, form)) in enumerate(zip(axes, panels, strict=True)):
         own = ideals[number] if number < len(ideals) else {}
         for (name, points), (style, colour) in zip(own.items(), (("--", "#888888"), ("-", "#333333")), strict=False):
@@ -326,9 +308,7 @@ def draw_lines(
             top = axis.get_ylim()[1]
             axis.fill_between(list(limit), list(limit.values()), top, color="#000000", alpha=0.06, linewidth=0)
             axis.set_ylim(top=top)
-        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(7, len(handles)))
+    _share_legend(figure, axes)
     return figure
 
 

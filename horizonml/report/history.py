@@ -152,7 +152,6 @@ def history(files: Iterable[Sequence[Stretch]]) -> History:
 
 
 def _groups(parts: Iterable[Stretch]) -> Iterator[Formed]:
-    """Yield the groups that trained, in the order of time."""
     found: list[Formed] = []
     for part in sorted(parts, key=lambda part: part.about.time):
         if part.about.generation is None:

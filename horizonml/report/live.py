@@ -52,7 +52,6 @@ class LiveRun:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget everything that was read."""
         self._tails = Tails(self.folder)
         self._unreadable = 0  # lines that are no record
         self._planned: float | None = None  # when the file had been written that `planning` was read from
@@ -97,7 +96,6 @@ class LiveRun:
     # Taking up records.
 
     def _take(self, started_as: int, line: dict[str, Any]) -> None:
-        """Take up a line of the process that was started as a rank."""
         try:
             record = read(line)
         except ValueError:
@@ -185,7 +183,6 @@ class LiveRun:
             self._event(about.time, "formed", f"{ranks} begin{'s' * (about.world_size == 1)} to train{where}")
 
     def _is_of_group(self, file: RankFile) -> bool:
-        """Return whether a file is that of a member of the newest group."""
         lead = self._lead.about if self._lead is not None else None
         return lead is not None and file.about.group == lead.group and file.about.time > lead.time - _FORMING_SECONDS
 

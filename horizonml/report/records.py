@@ -185,7 +185,6 @@ _Record = TypeVar("_Record", StepRecord, EvaluationRecord)
 
 
 def _newest(records: Iterable[_Record]) -> list[_Record]:
-    """Return the last record of each step, in the order of the steps."""
     found = {one.step: one for one in records}
     return [found[number] for number in sorted(found)]
 

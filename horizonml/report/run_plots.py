@@ -55,17 +55,12 @@ class _Plain(LogFormatter):
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
-def learning_curves(runs: Mapping[str, Run], path: Path) -> Path:
-    """Draw training loss per step, and held-out loss and accuracy per evaluation, and return the path.
+def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
+    """Draw training loss per step, and held-out loss and accuracy per evaluation.
 
     Language models have their perplexity in place of the accuracy, and the unigram baseline beside it.
     Where there is only one run, its loss shows at which steps ranks were lost and joined.
     """
-    return save(draw_learning_curves(runs), path)
-
-
-def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
-    """Draw what `learning_curves` saves."""
     figure = Figure(figsize=(12, 4.1), layout="constrained")
     loss, held_out, last = figure.subplots(1, 3)
     of_texts = any(one.perplexity is not None for run in runs.values() for one in run.evaluations)
@@ -73,7 +68,7 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
     for name, own_style in series_styles(runs).items():
         steps, evaluations = runs[name].steps, runs[name].evaluations
         style: dict[str, str | float] = {"color": own_style.colour, "linestyle": own_style.line}
-        loss.plot([s.step for s in steps], _smooth([s.loss for s in steps]), label=name, **style)
+        loss.plot([s.step for s in steps], _mean([s.loss for s in steps]), label=name, **style)
         when = [e.step if within else e.epoch for e in evaluations]
         if len(when) <= _MARKERS:
             style |= {"marker": own_style.marker, "markersize": 4}
@@ -108,7 +103,6 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
 
 
 def _mark_baselines(axis: Axes, runs: Mapping[str, Run]) -> None:
-    """Draw the perplexity that the frequencies of tokens alone would reach as a line."""
     baselines = {run.lead.run.unigram for run in runs.values() if run.lead.run.unigram is not None}
     reached = {one.perplexity for run in runs.values() for one in run.evaluations if one.perplexity is not None}
     axis.set_ylim(0, 1.1 * max(baselines | reached))
@@ -116,14 +110,6 @@ def _mark_baselines(axis: Axes, runs: Mapping[str, Run]) -> None:
         axis.axhline(value, color="#555555", linestyle=":", linewidth=1.2)
         label = f"unigram baseline {value:.1f}"
         axis.annotate(label, (0.98, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", size=9)
-
-
-def _smooth(values: list[float], window: int = 8) -> list[float]:
-    """Return the running mean."""
-    return [
-        sum(values[max(0, i - window + 1) : i + 1]) / len(values[max(0, i - window + 1) : i + 1])
-        for i in range(len(values))
-    ]
 
 
 def time_split(runs: Mapping[str, Run], path: Path) -> Path:
@@ -268,13 +254,11 @@ _LOST, _JOINED, _THERE = "#000000", "#009E73", "#56B4E9"
 _WINDOW = 8  # steps over which the loss is averaged
 
 
-def changes(name: str, run: Run, path: Path) -> Path:
-    """Draw the run over time, with every change of its group, and return the path."""
-    return save(draw_changes(name, run), path)
-
-
 def draw_changes(name: str, run: Run) -> Figure:
-    """Draw what `changes` saves: of a job that was started several times, the newest time in which ranks changed."""
+    """Draw the run over time, with every change of its group.
+
+    Of a job that was started several times, it is the newest time in which ranks changed.
+    """
     groups, found = _newest(run.history)
     ranks = sorted({rank for group in groups for rank in group.parts})
     figure = Figure(figsize=(12, 5.6 + 0.22 * len(ranks)), layout="constrained")

@@ -170,5 +170,4 @@ def _by_epoch(steps: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:
 
 
 def _weighted(values: Sequence[tuple[float, int]]) -> float:
-    """Return the mean of values, each with its weight."""
     return sum(value * weight for value, weight in values) / sum(weight for _, weight in values)

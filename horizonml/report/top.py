@@ -187,7 +187,6 @@ def _rank(member: Member, width: int, chars: Characters) -> Text:
 
 
 def _stage(number: int, stage: StageFacts, run: LiveRun, width: int) -> Text:
-    """Return a line about one stage of the plan."""
     names, last = run.layers, stage.stop - 1
     layers = f"layer {stage.start}" if last <= stage.start else f"layers {stage.start}-{last}"
     if 0 <= stage.start <= last < len(names) and width >= 60:
@@ -240,19 +239,16 @@ def _event(when: float, text: str) -> Text:
 
 
 def _fit(text: str, width: int, chars: Characters) -> str:
-    """Return a text of exactly so many columns."""
     return (
         text + " " * (width - cell_len(text)) if cell_len(text) <= width else set_cell_size(text, width - 1) + chars.cut
     )
 
 
 def _short(text: str, width: int, chars: Characters) -> str:
-    """Return a text of at most so many columns."""
     return text if cell_len(text) <= width else _fit(text, width, chars)
 
 
 def _cut(line: Text, width: int, chars: Characters) -> None:
-    """Cut a line that is too wide."""
     if cell_len(line.plain) > width:
         line.truncate(width - 1)
         line.append(chars.cut)

@@ -39,45 +39,35 @@ def what_if(
     if not _asking.acquire(blocking=False):
         raise HorizonError("another what-if is being answered; ask again in a few seconds")
     try:
-        return _answer(folder, add, remove, rates or {}, strategy, seconds)
+        planning = read_planning(folder)
+        if planning is None:
+            if not any(folder.glob("rank-*.jsonl")):
+                raise HorizonError(f"{folder} has no records of a run (rank-*.jsonl)")
+            raise HorizonError(
+                f"{folder} does not say what the run was planned for (planning.json): it was recorded by an older "
+                "version, or on another machine, that of rank 0. Train on with this version, or look there"
+            )
+        changes = read_changes(planning, add, remove, rates or {})
+        answer = plan_again(planning, changes, strategy, seconds)
+        run = LiveRun(folder)
+        run.poll()
+        measured = run.step_seconds
+        origins = range(len(planning.devices))
+        present = plan_facts(answer.problem, answer.present, planning.names, planning.layers, origins)
+        predicted = plan_facts(
+            answer.changed.problem, answer.found, answer.changed.names, planning.layers, answer.changed.origins
+        )
+        predicted["scaled_seconds"] = measured * answer.ratio if measured is not None else None
+        return {
+            "run": run.name,
+            "strategy": answer.strategy,
+            "present": {**present, "measured_seconds": measured, "since_step": planning.step},
+            "predicted": predicted,
+            "ratio": answer.ratio,
+            "changes": answer.changes(),
+            "why": answer.reasons(),
+            "notes": list(answer.notes),
+            "planning_seconds": answer.took,
+        }
     finally:
         _asking.release()
-
-
-def _answer(
-    folder: Path,
-    add: Sequence[str],
-    remove: Sequence[str | int],
-    rates: Mapping[str, str],
-    strategy: str | None,
-    seconds: float,
-) -> dict[str, Any]:
-    planning = read_planning(folder)
-    if planning is None:
-        if not any(folder.glob("rank-*.jsonl")):
-            raise HorizonError(f"{folder} has no records of a run (rank-*.jsonl)")
-        raise HorizonError(
-            f"{folder} does not say what the run was planned for (planning.json): it was recorded by an older version, "
-            "or on another machine, that of rank 0. Train on with this version, or look there"
-        )
-    changes = read_changes(planning, add, remove, rates)
-    answer = plan_again(planning, changes, strategy, seconds)
-    run = LiveRun(folder)
-    run.poll()
-    measured = run.step_seconds
-    present = plan_facts(answer.problem, answer.present, planning.names, planning.layers, range(len(planning.devices)))
-    predicted = plan_facts(
-        answer.changed.problem, answer.found, answer.changed.names, planning.layers, answer.changed.origins
-    )
-    predicted["scaled_seconds"] = measured * answer.ratio if measured is not None else None
-    return {
-        "run": run.name,
-        "strategy": answer.strategy,
-        "present": {**present, "measured_seconds": measured, "since_step": planning.step},
-        "predicted": predicted,
-        "ratio": answer.ratio,
-        "changes": answer.changes(),
-        "why": answer.reasons(),
-        "notes": list(answer.notes),
-        "planning_seconds": answer.took,
-    }

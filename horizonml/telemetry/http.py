@@ -166,27 +166,25 @@ class WebServer:
                 connection, peer = await self._loop.sock_accept(self._listener)
             except OSError as error:  # it went away, or no descriptor is left, and then one is freed
                 _log.debug("a client of the %s could not be accepted: %s", self._name, error)
-                self._drop_oldest(0)
+                await self._drop_oldest(0)
                 await asyncio.sleep(0.05)
                 continue
-            self._drop_oldest(self._limits.clients - 1)
             client = self._loop.create_task(self._serve(connection, str(peer[0])))
             self._clients[client] = None
             client.add_done_callback(partial(self._forget, connection))
+            await self._drop_oldest(self._limits.clients)
 
-    def _drop_oldest(self, most: int) -> None:
-        """Drop the oldest client if there are more than `most`."""
+    async def _drop_oldest(self, most: int) -> None:
         if len(self._clients) > most:
             oldest = next(iter(self._clients))
-            del self._clients[oldest]
             oldest.cancel()
+            await asyncio.wait((oldest,))  # until its descriptor is free
 
     def _forget(self, connection: socket.socket, client: asyncio.Task[None]) -> None:
         self._clients.pop(client, None)
         connection.close()  # here, since a task that is cancelled may never have begun
 
     async def _serve(self, connection: socket.socket, peer: str) -> None:
-        """Read a request, and answer it."""
         connection.setblocking(False)
         try:
             async with asyncio.timeout(self._limits.seconds) as patience:

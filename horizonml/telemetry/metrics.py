@@ -74,7 +74,6 @@ _Series = tuple[str, ...]  # a metric's name, and the values of its own labels
 
 
 def _series_of(kind: type[Record]) -> dict[str, _Series]:
-    """Return which series show fields of a kind of record, by the names of the fields."""
     shown = {name: (how.metric, how.label) for name, how in SHOWN[kind].items()}
     return {name: (spec.name, label) if label else (spec.name,) for name, (spec, label) in shown.items() if spec}
 
@@ -115,7 +114,6 @@ class Metrics(Collector):
         self.registry.register(Container(self.rank, root))
 
     def _add(self, spec: MetricSpec) -> None:
-        """Register a metric of the table."""
         options = {"buckets": spec.buckets} if spec.type == "histogram" else {}
         name = f"horizonml_{spec.name}" + ("_total" if spec.type == "counter" else "")
         kind, verb = _KINDS[spec.type]
@@ -131,7 +129,6 @@ class Metrics(Collector):
         self._of((name, *labels))(value)
 
     def _of(self, series: _Series) -> Callable[[float], None]:
-        """Return what takes the values of a series."""
         if series not in self._series:
             family, verb = self._families[series[0]]
             self._series[series] = getattr(family.labels(self.rank, *series[1:]), verb)
@@ -145,7 +142,6 @@ class Metrics(Collector):
                 (self._series.get(series) or self._of(series))(value)
 
     def _clear(self, name: str) -> None:
-        """Hide all series of a metric."""
         self._families[name][0].clear()
         self._series = {series: put for series, put in self._series.items() if series[0] != name}
 
@@ -353,5 +349,4 @@ class Metrics(Collector):
 
 
 def _name(where: str, metric: str) -> str:
-    """Return the name of the gauge of a task's metric."""
     return f"{where}_{metric_key(metric)}" + ("_ratio" if metric in SHARES else "")

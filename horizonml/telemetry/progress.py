@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from horizonml.engine.clock import KINDS
 from horizonml.telemetry.record import EvaluationRecord, Observer, StepRecord, judged, metric_text
 from horizonml.text import plain_lines
 
@@ -16,8 +16,8 @@ _LINE_SECONDS = 15.0
 _WINDOW = 20  # steps over which the speed and the time split are averaged
 
 
-class Display(Protocol):
-    """Shows the progress of a training."""
+class Display:
+    """Shows the progress of a training; as it is, it shows nothing."""
 
     def message(self, text: str) -> None:
         """Show a message."""
@@ -32,16 +32,8 @@ class Display(Protocol):
         """End the display."""
 
 
-class Silent:
+class Silent(Display):
     """Shows nothing, on all ranks except the first."""
-
-    def message(self, text: str) -> None: ...
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def evaluation(self, record: EvaluationRecord) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _Window:
@@ -58,19 +50,12 @@ class _Window:
         if not self._records:
             return ""
         wall = sum(record.wall for record in self._records)
-        parts = {
-            name: sum(getattr(record, name) for record in self._records) / wall
-            for name in ("compute", "transfer", "wait")
-        }
+        speed = sum(record.trained_on for record in self._records) / wall
+        parts = {kind: sum(record.seconds(kind) for record in self._records) / wall for kind in KINDS}
         if short:
-            split = "/".join(f"{100 * part:.0f}" for part in parts.values())
-            return f"{self._count() / wall:,.0f}/s, {split}%"
+            return f"{speed:,.0f}/s, {'/'.join(f'{100 * part:.0f}' for part in parts.values())}%"
         split = " ".join(f"{name} {part:.0%}" for name, part in parts.items())
-        return f"{self._count() / wall:,.0f} {self._records[-1].unit}/s | {split}"
-
-    def _count(self) -> int:
-        """Return the samples of these steps, or the tokens, where the loss is a mean over tokens."""
-        return sum(record.batch if record.unit == "samples" else record.units for record in self._records)
+        return f"{speed:,.0f} {self._records[-1].unit}/s | {split}"
 
 
 def _evaluated(record: EvaluationRecord, epochs: int, unigram: float | None) -> str:
@@ -79,7 +64,7 @@ def _evaluated(record: EvaluationRecord, epochs: int, unigram: float | None) -> 
     return f"epoch {record.epoch}/{epochs}{step}: held-out {found} ({record.samples} samples)"
 
 
-class Lines:
+class Lines(Display):
     """Prints plain lines: one per epoch, and some within long epochs."""
 
     def __init__(self, epochs: int, unigram: float | None = None) -> None:
@@ -110,7 +95,7 @@ class Lines:
         sys.stdout.flush()
 
 
-class Bar:
+class Bar(Display):
     """Draws a progress bar with the current loss, metrics, speed and time split (compute/transfer/wait)."""
 
     def __init__(self, epochs: int, steps: int, done: int, unigram: float | None = None) -> None:
@@ -145,7 +130,7 @@ class Bar:
         self._progress.stop()
 
 
-class Observed:
+class Observed(Display):
     """Shows what another display shows, and hands every record to an observer."""
 
     def __init__(self, display: Display, observer: Observer) -> None:

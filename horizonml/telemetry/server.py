@@ -76,7 +76,6 @@ class Server:
             return encoder(self._registry), kind
 
     def _answer(self, request: Request) -> Reply:
-        """Return the response to a request."""
         if request.method != "GET":
             return Reply.text(405, "only GET\n")
         if request.path == "/metrics":

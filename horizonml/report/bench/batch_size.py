@@ -71,15 +71,15 @@ def section(study: Study) -> Section:
             rows.append([name, f"{size:,}", f"{speed:,.0f}", human_seconds(size / speed), held, best])
     header = ["model", "batch size", "samples/s", "step", "memory, peak rank", ""]
     result.tables.append(Table("Batch sizes", header, rows))
-    chart = charts.lines(
+    drawn = charts.draw_lines(
         [
             ("Samples per second", speeds, charts.plain_axis),
             ("Time of a step", step_times, charts.seconds_axis),
             ("Memory of the largest rank", memory, charts.bytes_axis),
         ],
-        study.folder / "batch-sizes.png",
         x="samples per batch",
     )
+    chart = charts.save(drawn, study.folder / "batch-sizes.png")
     result.pictures.append(Picture(chart, "Speed, time of a step and memory over the batch size."))
     fit = charts.memory_fit(peaks, limit, study.folder / "memory.png", x="samples per batch", form=charts.bytes_axis)
     result.pictures.append(
@@ -89,7 +89,6 @@ def section(study: Study) -> Section:
 
 
 def _middles(points: Points) -> dict[int, float]:
-    """Return the median of the repeats for each batch size, in their order."""
     return {size: charts.middle(values)[0] for size, values in sorted(points.items())}
 
 

@@ -289,7 +289,10 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
         ),
         Picture(charts.bars(panels, folder / "results-bars.png", category=category), f"What training achieved.{note}"),
         Picture(charts.bars(costs, folder / "costs-bars.png", category=category), f"What it took.{note}"),
-        Picture(run_plots.learning_curves(runs, folder / "learning-curves.png"), f"How they learned{seed}."),
+        Picture(
+            charts.save(run_plots.draw_learning_curves(runs), folder / "learning-curves.png"),
+            f"How they learned{seed}.",
+        ),
         Picture(
             run_plots.time_split(runs, folder / "time-split.png"),
             f"Where the time of an average step went, rank by rank{label}.",

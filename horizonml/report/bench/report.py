@@ -11,7 +11,7 @@ from pathlib import Path
 
 from horizonml.errors import HorizonError
 from horizonml.files import write_atomically, writing
-from horizonml.report import run_plots
+from horizonml.report import charts, run_plots
 from horizonml.report.bench import batch_size, compare, libraries, scaling
 from horizonml.report.bench.study import Study, load_study, write_data
 from horizonml.report.records import Run, load_run
@@ -94,14 +94,14 @@ def runs_section(folder: Path, runs: Mapping[str, Run]) -> Section:
         result.tables.append(changes)
     result.tables += rank_tables(runs)
     result.pictures += [
-        Picture(run_plots.learning_curves(runs, folder / "learning-curves.png"), "How it learned."),
+        Picture(charts.save(run_plots.draw_learning_curves(runs), folder / "learning-curves.png"), "How it learned."),
         Picture(run_plots.time_split(runs, folder / "time-split.png"), "Where the time of an average step went."),
     ]
     for name, run in runs.items():
         if run.history.changes:
             picture = folder / f"changes-{name.replace('/', '-')}.png"
             caption = f"What {name} did while ranks were lost and joined."
-            result.pictures.append(Picture(run_plots.changes(name, run, picture), caption))
+            result.pictures.append(Picture(charts.save(run_plots.draw_changes(name, run), picture), caption))
         picture = folder / f"timeline-{name.replace('/', '-')}.png"
         path = run_plots.timeline(name, run, picture) if len(run.stages) > 1 else None
         if path is not None:
@@ -110,7 +110,6 @@ def runs_section(folder: Path, runs: Mapping[str, Run]) -> Section:
 
 
 def _finding(name: str, run: Run, one: Summary) -> str:
-    """Return a run's numbers in a sentence."""
     texts = [f"{name}: {one.updates:,} updates at {one.samples_per_second:,.0f} samples/s"]
     if one.accuracy is not None:
         texts.append(f"held-out accuracy {one.accuracy:.1%}")
@@ -139,7 +138,6 @@ def _faults(one: Summary) -> str:
 
 
 def _setting(name: str, run: Run) -> str:
-    """Return what was run, and where."""
     about = run.lead.run
     processor = about.machine.processor if about.machine is not None else "unknown processor"
     facts = [processor, *(f"{key} {value}" for key, value in about.versions.items())]

@@ -103,19 +103,18 @@ def _picture(
         {own: {n: float(n) for n in counts}, here: {n: min(n, cores) for n in counts}},
         {own: dict.fromkeys(counts, 1.0), here: {n: min(n, cores) / n for n in counts}},
     ]
-    path = charts.lines(
+    drawn = charts.draw_lines(
         [
             ("Samples per second", speeds, charts.plain_axis),
             ("Speed-up (times one worker)", gains, charts.plain_axis),
             ("Efficiency (% of speed-up / workers)", efficiency, charts.share_axis),
         ],
-        study.folder / f"{mode}-scaling.png",
         x="workers",
         ideals=ideals,
         logarithmic=2,
     )
     return Picture(
-        path,
+        charts.save(drawn, study.folder / f"{mode}-scaling.png"),
         f"{mode.capitalize()} scaling. The dashed line is the ideal. The shaded part cannot be reached with the "
         f"{cores:g} cores of this machine.",
     )

@@ -259,7 +259,6 @@ def run_study(
 
 
 def _done(cases: Sequence[Case], folder: Path) -> dict[str, Completion]:
-    """Return the cases that need not be run again."""
     found = {}
     for case in cases:
         completion = read_completion(folder / "runs" / case.name, case.job.digest())

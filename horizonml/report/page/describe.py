@@ -144,7 +144,6 @@ def _rank(member: Member, planning: Planning | None) -> dict[str, Any]:
 
 
 def _links(members: list[Member], plan: Plan | None) -> list[dict[str, Any]]:
-    """Return what flows over the links."""
     if plan is None:
         return []
     sent = {member.rank: member.sent for member in members}

@@ -160,7 +160,6 @@ class PageServer:
         self.close()
 
     def _answer(self, request: Request) -> Reply | Later:
-        """Return the answer to a request."""
         refused = self._guard.refuse(request)
         if refused is not None:
             return guarded(refused)
