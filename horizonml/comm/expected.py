@@ -6,8 +6,12 @@ make them take memory. Each function here returns the value that it is given, or
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, core_schema
 
 T = TypeVar("T")
 Reader = Callable[[Any], T]
@@ -93,6 +97,46 @@ def mapping(reader: Reader[T]) -> Reader[dict[str, T]]:
         if not isinstance(value, dict):
             raise ValueError(f"{shown(value)} is not an object")
         return {str(key): reader(one) for key, one in value.items()}
+
+    return read
+
+
+class AsJson:
+    """Marks a field of a dataclass that is told to other ranks, whose class has `to_json` and `from_json`."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        write = core_schema.plain_serializer_function_ser_schema(lambda value: value.to_json())
+        return core_schema.no_info_plain_validator_function(self._kind.from_json, serialization=write)
+
+
+_adapters: dict[type, TypeAdapter[Any]] = {}  # which take a moment to make
+
+
+def adapter(kind: type) -> TypeAdapter[Any]:
+    """Return what turns a dataclass, by the types of its fields, into JSON values and back."""
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
+
+
+def plain(value: Any) -> Any:
+    """Return a dataclass as JSON values."""
+    return adapter(type(value)).dump_python(value, mode="json")
+
+
+def instance(kind: type[T]) -> Reader[T]:
+    """Return a reader of what `plain` returns for a dataclass, which refuses values that its fields cannot have."""
+
+    def read(value: Any) -> T:
+        try:
+            found: T = adapter(kind).validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc'])) or shown(value)}: {first['msg']}") from None
+        return found
 
     return read
 

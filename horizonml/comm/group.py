@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, Store
 
 from horizonml.comm.connect import Connections
-from horizonml.comm.expected import Reader, anything, fields, optional, text
+from horizonml.comm.expected import Reader, anything, fields, instance, optional, plain, text
 from horizonml.comm.tunnel.client import Links
 from horizonml.comm.work import (
     Chain,
@@ -275,6 +275,10 @@ class Group:
         return [
             self._read(rank, self._parse(rank, content[_SIZE : _SIZE + size]), read) for rank, (content, size) in parts
         ]
+
+    def exchange(self, own: T) -> list[T]:
+        """Return every rank's dataclass of a kind, in the order of ranks, on every rank; see `gather_json`."""
+        return self.gather_json(plain(own), instance(type(own)))
 
     def _gather(self, into: list[Tensor], own: Tensor) -> None:
         with naming(None):

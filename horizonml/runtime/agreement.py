@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from horizonml.comm.expected import boolean, fields, optional, text
+from horizonml.comm.expected import fields, optional, text
 from horizonml.comm.group import Group
 from horizonml.data.choose import agree, describe
 from horizonml.data.dataset import DataInfo
@@ -65,6 +65,13 @@ class Measured:
         return Measured([self.profiles[rank] for rank in ranks], self.network.among(ranks), contention, watts)
 
 
+def known(measured: Measured | None, measured_for: Sequence[int], ranks: Sequence[int]) -> Measured | None:
+    """Return what was measured of some ranks, if that includes all of these; ranks are as they were started."""
+    if measured is None or not set(ranks) <= set(measured_for):
+        return None
+    return measured.among([measured_for.index(rank) for rank in ranks])
+
+
 @dataclass(frozen=True)
 class Agreed:
     """Holds a plan, what was measured for it, its forecast if it is automatic, and on rank 0 what it was made for."""
@@ -111,38 +118,21 @@ def model_for(job: Job, info: DataInfo) -> Model:
     return build(job.model, job.seed, task.outputs(info), task.input(info))
 
 
-def agree_on_model(job: Job, info: DataInfo, group: Group, known: Model | None = None) -> tuple[Model, Sequence[str]]:
-    """Return the job's model, and what the user should know of it; `known` is the one that this rank has already.
-
-    Raises ModelError on all ranks if one of them cannot build it, or has other pretrained weights than the others.
-    """
-    made: list[Model] = [known] if known is not None else []
-
-    def build_here() -> str | None:
-        if not made:
-            made.append(model_for(job, info))
-        return made[0].pretrained.digest if made[0].pretrained is not None else None
-
-    digests = group.agree(build_here, optional(text))
+def check_weights(digests: Sequence[str | None]) -> None:
+    """Raise ModelError if the ranks have different pretrained weights; these are the digests of their files."""
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise ModelError(
                 f"model.weights: rank {rank} has another file than rank 0 (SHA-256 {str(digest)[:8]}..., not "
                 f"{str(digests[0])[:8]}...); give all ranks the same"
             )
-    source = made[0].pretrained
-    return made[0], source.notes if source is not None else ()
 
 
-def describe_data(job: Job, group: Group, known: DataInfo | None = None) -> DataInfo:
-    """Return the data as all ranks see it. Raises DataError on all of them.
-
-    `known` is what this rank has agreed on before, with an earlier group.
-    """
-    channels = channels_for(job)
+def describe_data(job: Job, group: Group) -> DataInfo:
+    """Return the data as all ranks see it. Raises DataError on all of them."""
 
     def described() -> dict[str, Any] | None:
-        found = known or describe(job.data, channels)
+        found = describe(job.data, channels_for(job))
         return found.to_json() if found is not None else None
 
     return agree(group.agree(described, optional(DataInfo.from_json)), job.data)
@@ -156,14 +146,16 @@ def make_plan(
     hosts: Sequence[Host],
     names: Sequence[str],
     say: Callable[[str], None],
-    known: Measured | None = None,
+    measured: Measured | str | None = None,
     executions: Sequence[Execution] | None = None,
+    *,
+    is_measured: bool = False,
 ) -> Agreed:
     """Return the plan of a job, the same on all ranks. Raises PlanError on all of them.
 
-    Nothing is measured if rank 0 has `known` measurements of all ranks. `names[r]` is the name of rank r's machine,
-    and `executions` says how each layer runs on this rank. Where every device is measured, the result is written to the
-    run's folder as a file of devices.
+    Nothing is measured if rank 0 has measurements of all ranks, `measured`, as `is_measured` says on all of them.
+    `names[r]` is the name of rank r's machine, and `executions` says how each layer runs on this rank. Where every
+    device is measured, the result is written to the run's folder as a file of devices.
     """
     if model.note and model.proven and group.rank == 0:
         say(f"{job.model.name}: {model.note}")
@@ -174,8 +166,7 @@ def make_plan(
             if len(hosts) == 1 and not computing().accelerates:
                 _say_crowded(job, model, info, plan, hosts[0], executions or (), say)
         return Agreed(plan)
-    measured: Measured | str | None = known
-    if not group.broadcast(known is not None, read=boolean):
+    if not is_measured:
         measured = _measure(job, model, group, hosts, say, executions or ())
     answer: dict[str, Any] = {}
     problem = None
@@ -192,8 +183,7 @@ def make_plan(
     decided: Agreed | str = group.broadcast(answer, read=_decided)
     if isinstance(decided, str):
         raise PlanError(decided)
-    known = measured if isinstance(measured, Measured) else None
-    return replace(decided, measured=known, problem=problem)
+    return replace(decided, measured=measured if isinstance(measured, Measured) else None, problem=problem)
 
 
 def _decided(value: Any) -> Agreed | str:

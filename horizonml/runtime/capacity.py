@@ -8,8 +8,8 @@ A trial costs at most `MOST_OF_RUN` of the run's steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from horizonml.comm.expected import fields, number, text
 from horizonml.comm.group import Group
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import JobError, PlanError
@@ -49,31 +49,45 @@ def device_of(job: Job, place: int) -> Compute:
     return choose_device(requested, place, source)
 
 
-def find_hosts(group: Group, taken: float) -> list[Host]:
+@dataclass(frozen=True)
+class Capacity:
+    """What a rank may use of its machine, and what its machine has in all."""
+
+    cores: float
+    memory: float  # bytes for the rank's layers
+    machine: str  # a value that all containers of a machine share
+    machine_cores: float
+    device: str  # the label of the accelerator that the rank computes on, or nothing
+
+    @classmethod
+    def here(cls, group: Group, taken: float) -> Capacity:
+        """Return that of this rank; `taken` are the bytes of this process without its layers."""
+        compute = computing()
+        own = memory_share(group.hosts.count(group.hosts[group.rank])) - taken
+        there = compute.memory()
+        if there is not None:
+            own = min(own, there) if compute.shared else there
+        return cls(available_cores(), own, *shared_machine(), compute.label)
+
+
+def find_hosts(group: Group, capacities: Sequence[Capacity]) -> list[Host]:
     """Return the machines and containers of a group, with what each of its ranks may use there.
 
-    `taken` are the bytes of this process without its layers, which are not there for the model. An accelerator
-    is a host with one core, which the ranks share that compute on it, and with its own memory.
+    An accelerator is a host with one core, which the ranks share that compute on it, and with its own memory.
     """
-    nodes, rank, compute = group.hosts, group.rank, computing()
-    own = memory_share(nodes.count(nodes[rank])) - taken
-    there = compute.memory()
-    if there is not None:
-        own = min(own, there) if compute.shared else there
-    told = [available_cores(), own, *shared_machine(), compute.label]
-    limits = group.gather_json(told, fields(number, number, text, number, text))
-    group.devices = {rank: str(limit[4]) for rank, limit in enumerate(limits) if limit[4]}
-    machines = {node: str(limits[nodes.index(node)][2]) for node in nodes}
+    nodes = group.hosts
+    group.devices = {rank: one.device for rank, one in enumerate(capacities) if one.device}
+    machines = {node: capacities[nodes.index(node)].machine for node in nodes}
     hosts = []
-    for node, label in dict.fromkeys(zip(nodes, (str(limit[4]) for limit in limits), strict=True)):
-        ranks = tuple(rank for rank, other in enumerate(nodes) if (other, limits[rank][4]) == (node, label))
-        cores, memory, machine_, machine_cores, _ = limits[ranks[0]]
+    for node, label in dict.fromkeys(zip(nodes, (one.device for one in capacities), strict=True)):
+        ranks = tuple(rank for rank, other in enumerate(nodes) if (other, capacities[rank].device) == (node, label))
+        first = capacities[ranks[0]]
         if label:
-            hosts.append(Host(ranks, 1.0, float(memory) / len(ranks)))
+            hosts.append(Host(ranks, 1.0, first.memory / len(ranks)))
             continue
-        shared = sum(other == machine_ for other in machines.values()) > 1
-        place = (str(machine_), float(machine_cores)) if shared else ()
-        hosts.append(Host(ranks, float(cores), float(memory), *place))
+        shared = sum(other == first.machine for other in machines.values()) > 1
+        place = (first.machine, first.machine_cores) if shared else ()
+        hosts.append(Host(ranks, first.cores, first.memory, *place))
     return hosts
 
 

@@ -1,4 +1,4 @@
-"""Sees to it that a model is cut only where its parts compute what it computes itself, on all ranks alike."""
+"""Finds out how a model can be cut so that its parts compute what it computes itself, and remembers it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from horizonml import __version__
-from horizonml.comm.expected import boolean, optional
-from horizonml.comm.group import Group
 from horizonml.data.choose import load
 from horizonml.data.dataset import DataInfo
 from horizonml.data.seeds import name_seed
-from horizonml.errors import DataError, HorizonError, ModelError
+from horizonml.errors import DataError
 from horizonml.files import cache_folder, write_atomically
 from horizonml.job.schema import Job
 from horizonml.machine.code import own_files
@@ -28,7 +25,6 @@ from horizonml.models.boundary import Values, values_of
 from horizonml.models.cutting import AUTOMATIC, Cutting
 from horizonml.models.proof import check_shared, prove
 from horizonml.models.zoo import Model
-from horizonml.planner.strategies import may_cut
 from horizonml.text import count, human_bytes, human_seconds
 
 _log = logging.getLogger(__name__)
@@ -42,41 +38,16 @@ _shared: set[int] = set()  # the models whose shared parameters have been looked
 Say = Callable[[str], None]
 
 
-def agree_on_cuts(job: Job, model: Model, info: DataInfo, group: Group, say: Say) -> Model:
-    """Return a model whose layers are proven, where the plan may cut it; all ranks call this together.
-
-    A rank that has trained with the model before tells the others how it was cut. Otherwise rank 0 compares the layers
-    with the model. Raises ModelError on all ranks if the model does not run on its data.
-    """
-    if model.all_ties and any(group.gather_json(id(model.recorded) not in _shared, boolean)):
-        _shared.add(id(model.recorded))
-
-        def check() -> None:
-            if group.rank == 0 and not _is_too_large(model):
-                check_shared(model, _samples(job, model, info)[0])
-
-        group.agree(check)
-    if not may_cut(job.parallel, group.world_size):
-        return model
-    known = group.gather_json(model.cutting.to_json() if model.proven else None, optional(Cutting.from_json))
-    cutting = next((one for one in known if one is not None), None)
-    if cutting is None:
-        answer: dict[str, Any] = {}
-        if group.rank == 0:
-            try:
-                answer = proven_cutting(job, model, info, say).to_json()
-            except HorizonError as error:
-                answer = {"error": str(error)}
-        found = group.broadcast(answer, read=_read)
-        if isinstance(found, str):
-            raise ModelError(found)
-        cutting = found
-    found = model.recut(cutting)
-    return found if found.proven else replace(found, proven=True)
+def is_checked(model: Model) -> bool:
+    """Return whether parameters that the model shares between modules are known to be used as PyTorch does."""
+    return not model.all_ties or id(model.recorded) in _shared
 
 
-def _read(value: Any) -> Cutting | str:
-    return str(value["error"]) if "error" in value else Cutting.from_json(value)
+def check_shared_parameters(job: Job, model: Model, info: DataInfo, *, tries: bool) -> None:
+    """Find out, on the rank that `tries`, how a model uses its shared parameters. Raises ModelError if otherwise."""
+    _shared.add(id(model.recorded))
+    if tries and not _is_too_large(model):
+        check_shared(model, _samples(job, model, info)[0])
 
 
 def proven_cutting(job: Job, model: Model, info: DataInfo, say: Say) -> Cutting:

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
-from horizonml.comm.expected import boolean, fields, number, optional, text, whole
+from horizonml.comm.expected import boolean, fields, optional, text
 from horizonml.comm.group import Group
 from horizonml.data.choose import load
 from horizonml.data.dataset import Data, DataInfo
@@ -23,8 +22,6 @@ from horizonml.engine.local_steps import open_session
 from horizonml.engine.session import Trainer
 from horizonml.errors import DataError, JobError
 from horizonml.files import cache_folder
-from horizonml.job.schema import Job
-from horizonml.machine.accelerator import computing
 from horizonml.machine.host import rss_bytes
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
@@ -33,40 +30,46 @@ from horizonml.plan.plan import Plan
 from horizonml.planner.profile import Host
 from horizonml.profiling.executions import choose_executions, read_layers, untried, unused_bf16
 from horizonml.profiling.threads import choose_threads
-from horizonml.runtime.agreement import Agreed, agree_on_model, describe_data, make_plan, optimizer_copies
-from horizonml.runtime.capacity import find_hosts, refuse_what_cannot_fit, why_untried
-from horizonml.runtime.cuts import agree_on_cuts
+from horizonml.runtime.capacity import find_hosts, why_untried
+from horizonml.runtime.group_plan import GroupPlan
 from horizonml.runtime.guarding import Guard
-from horizonml.runtime.joining import Place, follow
+from horizonml.runtime.introduction import Introduction, Introductions
 from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.recording import (
     assumed_problem,
     describe_members,
     describe_planning,
-    device_facts,
     doubt_profile,
     record_planning,
     recorder_for,
     run_info,
 )
-from horizonml.runtime.recovery import hand_over, known, mirror_for, recover
+from horizonml.runtime.restore import Place, Spare, is_older_than_disk, mirror_for, recover, restore
 from horizonml.runtime.stragglers import StragglerDetector
-from horizonml.runtime.taking_up import checkpoints_for, find_unreadable, is_older_than_disk, take_up
 from horizonml.runtime.trainer import train
-from horizonml.state.checkpoint import Checkpoints
-from horizonml.state.disks import Disks
+from horizonml.runtime.unreadable import find_unreadable
+from horizonml.state.checkpoint import Arrival, Checkpoints, compatible_with
+from horizonml.state.disks import Probe, find_disks
+from horizonml.state.equal import Digests, digests_of, share_state
+from horizonml.state.follow import Following, needs, room_for
 from horizonml.state.mirror import Mirror
-from horizonml.state.move import holders, move, senders
+from horizonml.state.move import hand_over
 from horizonml.state.resume import ShardsAway, agree_on_state
-from horizonml.state.runfolder import foreign
-from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.recorder import Recorder
-from horizonml.text import human_bytes, human_seconds
 
 _MOST_THREADS = 4096
 _LOOK_SECONDS = 0.25  # between two looks at who has come
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a rank says before the first step of a session."""
+
+    problems: list[str | None]  # why it cannot train on batches of some sizes
+    digests: Digests
+    spare: Spare
 
 
 @dataclass
@@ -98,80 +101,85 @@ class Generation:
             self.say(f"going on with {group.world_size} of {life.world_size} ranks")
         if life.taken is None:
             life.taken = rss_bytes()
-        hosts = find_hosts(group, life.taken)
-        first, anew = self._agree_on_begin()
-        info = describe_data(job, group, life.info)
-        known = life.state.model if life.state is not None and info == life.info else None
-        model, notes = agree_on_model(job, info, group, known)
-        if life.state is None or model is not known:
-            local = job.parallel.may_take_local_steps
-            life.state = TrainState(model, job.optimizer, job.ema, local, device=computing().device)
-            life.info = info
-        proven = agree_on_cuts(job, model, info, group, self.say)
-        if proven is not model:
-            life.state.recut(proven)
-            model = proven
-        for note in notes if not life.begun else ():
+        arrival = Arrival(job.run_folder / "checkpoints") if job.checkpoint.enabled else None
+        told = Introductions(life, group, self.names[group.rank], self.started_as, arrival, self.say).exchange()
+        hosts = find_hosts(group, [one.capacity for one in told])
+        first, anew = self._agree_on_begin(told)
+        assert life.state is not None
+        assert life.info is not None
+        model, info = life.state.model, life.info
+        for note in model.pretrained.notes if model.pretrained is not None and not life.begun else ():
             self.say(note)
-        found = agree_on_state(life.state, life.begun, group)
+        found = agree_on_state(life.state, [one.memory for one in told])
         here = next(host for host in hosts if group.rank in host.ranks)
-        self._use_threads(model, hosts, here)
-        executions = use_executions(life, group, model, info, hosts, self.say)
-        guard = Guard(life, group, executions, self.say)
-        agreed = self._agree_on_plan(model, info, hosts, guard)
-        self._tell_local_steps(agreed.plan, info)
+        self._use_threads(model, hosts, here, [one.threads for one in told])
+        executions, narrow = use_executions(life, group, model, info, hosts, [one.executions for one in told], self.say)
+        guard = Guard(life, group, executions, self.say, narrow)
+        course = GroupPlan(life, group, self.started_as, self.names, guard, model, self.say)
+        course.agree(info, hosts, told)
+        self._tell_local_steps(course.plan, info)
         source, followers = None, frozenset[int]()
-        checkpoints = checkpoints_for(life, group, self.number, self.names, info, model)
+        checkpoints = None
+        if arrival is not None:
+            seen = [one.found for one in told if one.found is not None]
+            folder, compatible = job.run_folder / "checkpoints", compatible_with(job, info, model)
+            given = folder, group, job.checkpoint.keep, compatible, self.names, self.number
+            checkpoints = Checkpoints(*given, arrival, seen)
         if found is not None and (anew or not is_older_than_disk(life, found.step, checkpoints, self.say)):
-            source, followers = recover(life, info, found, agreed.plan, self._place())
+            copies = [one.copies for one in told]
+            source, followers = recover(life, info, found, course.plan, self._place(), copies)
+        if source is not None and checkpoints is not None:
+            newest = (one.newest_checkpoint for one in told if one.newest_checkpoint is not None)
+            checkpoints.newest = max(newest, default=None)
         meters = group.hosts.index(group.hosts[group.rank]) == group.rank  # one rank of each machine
         energy = EnergyMeter() if meters else None
-        devices = group.gather_json(device_facts(self.names[group.rank], group.hosts[group.rank]))
-        plan, moved, taken = agreed.plan, "", False  # what to say after a move
-        if guard.applies(plan):
-            with closing(self._session(plan, guard.executions())) as session:
+        restored = False
+        if guard.applies(course.plan):
+            with closing(self._session(course.plan, guard.executions())) as session:
                 data = self._load(session)
-                source, taken = take_up(life, session, checkpoints, first, anew, source, followers, self.say), True
-            plan = guard.settle(plan, data, bool(followers))
-            agreed = self._plan_again(agreed, plan, guard, model, following=bool(followers))
-            plan = agreed.plan
-        guard.say_what_is_not_tried(plan)
-        detector = self._detector(agreed, guard)
+                source, restored = restore(life, session, checkpoints, first, anew, source, self.say), True
+                self._check(session, course.plan.without(followers))
+            course.settle(data, bool(followers))
+        guard.say_what_is_not_tried(course.plan)
+        course.watch(told)
+        devices = [one.device for one in told]
         members = describe_members(self.started_as, group.hosts, hosts, devices)
         about = run_info(life, group, self.number, model, here, members)
+        going_on, moved = "resumed", ""  # what to say after a move
         while True:
-            with closing(self._session(plan, guard.executions())) as session:
+            with closing(self._session(course.plan, guard.executions())) as session:
                 data = self._load(session)
                 info = data.info
                 if moved:
                     self.say(moved)
-                elif not taken:
-                    source = take_up(life, session, checkpoints, first, anew, source, followers, self.say)
+                if not restored:
+                    source, restored = restore(life, session, checkpoints, first, anew, source, self.say), True
+                    spare = self._check(session, course.plan.without(followers))
+                else:
+                    spare = self._check(session, None)
                 if anew:
                     self._set_aside(checkpoints)
                     anew = False
                 if group.rank == 0:
-                    self._record_plan(plan, agreed, detector, info, model, hosts, devices)
-                recorder = recorder_for(life, about, session, detector, energy, "on" if moved else "resumed")
+                    self._record_plan(course, info, model, hosts, devices)
+                recorder = recorder_for(life, about, session, course.detector, energy, going_on)
                 if life.outage is not None and source is not None:
                     recorder.after(life.outage, self.number, source, life.state.step)
                 life.outage = None
                 if followers:
-                    follow(session, followers)
+                    _follow(session, followers)
                 unsaved = None
                 try:
-                    outcome = self._train(session, data, checkpoints, recorder, detector)
+                    outcome = self._train(session, data, checkpoints, recorder, course.detector, spare)
                 except LeavesUnsaved as error:
                     outcome, unsaved = Outcome.STOPPED, error
             if outcome in (Outcome.STOPPED, Outcome.RE_FORM):
-                hand_over(life.state, plan, group, leaves=outcome is Outcome.STOPPED)
+                hand_over(life.state, course.plan, group, leaves=outcome is Outcome.STOPPED)
             if unsaved is not None:
                 raise unsaved
             if outcome is not Outcome.RE_PLAN:
                 return outcome
-            assert detector is not None
-            plan, moved = self._move(life.state, plan, detector, model)
-            plan, followers = guard.allowed(plan), frozenset()
+            moved, going_on, followers = course.improve(), "on", frozenset()
 
     def _wait_for_machines(self, error: ShardsAway) -> Outcome:
         """Wait until further ranks come, which may be on the machines that keep missing shards, and meet them.
@@ -222,7 +230,6 @@ class Generation:
         """Return the data for this rank, of which all ranks know what cannot be read. Raises DataError."""
         life, info = self.life, self.life.info
         assert info is not None
-        _check_smallest_batch(life.job, session, info)
         data = load_for(life, session, info)
         if life.job.data.corrupt == "skip" and info.unreadable is None:
             info = life.info = find_unreadable(life.job, session, data, self.say)
@@ -232,16 +239,14 @@ class Generation:
 
     def _record_plan(
         self,
-        plan: Plan,
-        agreed: Agreed,
-        detector: StragglerDetector | None,
+        course: GroupPlan,
         info: DataInfo,
         model: Model,
         hosts: list[Host],
         devices: list[dict[str, str]],
     ) -> None:
         """Write down, on rank 0, by which plan the group trains from now on, and what it was made of."""
-        problem = detector.problem if detector is not None else agreed.problem
+        plan, problem = course.plan, course.agreed.problem
         used = problem or assumed_problem(
             self.life.job, model, info, hosts, untried(self.life.job, self.life.executions or ())
         )
@@ -252,31 +257,57 @@ class Generation:
     def _place(self) -> Place:
         return Place(self.group, self.started_as, self.say)
 
-    def _agree_on_begin(self) -> tuple[bool, bool]:
+    def _agree_on_begin(self, told: Sequence[Introduction]) -> tuple[bool, bool]:
         """Return whether no rank of this group has trained this run before, and whether it starts over.
 
         An earlier run is moved away only when the first step is about to be taken (see `_set_aside`). Raises JobError
         on all ranks if it must not be.
         """
-        life, group = self.life, self.group
-        begun = group.gather_json([life.moved_away, life.begun], fields(boolean, boolean))
-        anew = any(group.gather_json(life.fresh, boolean)) and not any(moved for moved, _ in begun)
+        life = self.life
+        anew = any(one.fresh for one in told) and not any(one.moved_away for one in told)
         if anew:
             life.fresh = True  # also for the next group, if this one ends before its first step
-
-            def check() -> None:
-                problem = foreign(life.job.run_folder)
-                if problem is not None:
-                    raise JobError(problem)
-
-            group.agree(check)
+            for rank, one in enumerate(told):
+                if one.foreign is not None:
+                    raise JobError(one.foreign if len(told) == 1 else f"rank {rank}: {one.foreign}")
         life.moved_away = not anew
-        return not any(begun for _, begun in begun), anew
+        return not any(one.begun for one in told), anew
+
+    def _check(self, session: Trainer, compared: Plan | None) -> list[Spare]:
+        """Compare what the ranks hold before a session's first step, and return what memory each has to spare.
+
+        All members of a stage of the plan that is `compared`, if there is one, begin with the same state, bit for bit.
+        A batch may leave a rank a single sample, on which BatchNorm cannot train: that is said now, not at the end of
+        the first epoch. Raises DataError on all ranks.
+        """
+        life, group, info = self.life, self.group, self.life.info
+        assert info is not None
+        size, state = life.job.batch_size, session.state
+        sizes = sorted({min(size, info.train), info.train % size} - {0})
+        problems = [session.try_smallest(size) for size in sizes]
+        digests = digests_of(state, compared, group.rank) if compared is not None else {}
+        told = group.exchange(_Ready(problems, digests, Spare.here(life, session, self._place())))
+        for rank, one in enumerate(told):
+            for size, problem in zip(sizes, one.problems, strict=True):
+                if problem is not None:
+                    raise DataError(
+                        f"batch_size: a batch of {size} samples (of {info.train}) leaves rank {rank} with one sample, "
+                        f"on which this model cannot train ({problem}); change batch_size, data.samples, or "
+                        "parallel.micro_batches"
+                    )
+        if compared is not None:
+            for rank, name in share_state(state, compared, group, [one.digests for one in told]):
+                self.say(
+                    f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and "
+                    "has taken over that member's; processors that round differently can be the reason"
+                )
+        return [one.spare for one in told]
 
     def _set_aside(self, checkpoints: Checkpoints | None) -> None:
         """Move an earlier run away, now that data, model and plan are known to work. Raises JobError on all ranks."""
         life, group = self.life, self.group
-        leads = Disks(life.job.run_folder, group).leads
+        probe = Probe(life.job.run_folder)
+        leads = find_disks(probe, group.gather_json(probe.token, text), group).leads
 
         def move() -> str | None:
             problem = life.folder.set_aside() if leads[group.rank] == group.rank else None
@@ -297,10 +328,9 @@ class Generation:
                 f"{path}.new && mv {previous} {path}"
             )
 
-    def _use_threads(self, model: Model, hosts: list[Host], here: Host) -> None:
+    def _use_threads(self, model: Model, hosts: list[Host], here: Host, kept: list[int | None]) -> None:
         """Choose how many threads this rank computes with; results depend on it, so a rank keeps its number."""
         life, group = self.life, self.group
-        kept = group.gather_json(life.threads, optional(whole(1, _MOST_THREADS)))
         beside = next((kept[rank] for rank in here.ranks if kept[rank] is not None), None)
         threads = life.job.parallel.threads or beside
         if any(all(kept[rank] is None for rank in host.ranks) for host in hosts) and not life.job.parallel.threads:
@@ -310,64 +340,6 @@ class Generation:
         life.threads = threads
         torch.set_num_threads(threads)
 
-    def _agree_on_plan(self, model: Model, info: DataInfo, hosts: list[Host], guard: Guard) -> Agreed:
-        """Agree on a plan: one made for the same ranks before, if any, as another one ends elsewhere by rounding.
-
-        A rank that does not know it takes it over from one that does.
-        """
-        life, group = self.life, self.group
-        kept = life.plans.get(tuple(self.started_as))
-        kept_by = group.gather_json(kept.to_json() if kept is not None else None, optional(Agreed.from_json))
-        agreed = next((value for value in kept_by if value is not None), None)
-        if agreed is None:
-            measured = known(life, self.started_as)
-            used = guard.executions().layers  # profiles are taken without bf16 as long as it is not allowed
-            agreed = make_plan(life.job, model, info, group, hosts, self.names, self.say, measured, used)
-            refuse_what_cannot_fit(agreed.plan, model, optimizer_copies(life.job), hosts, self.names)
-            if agreed.measured is not None and agreed.measured is not measured:
-                life.measured, life.measured_for = agreed.measured, self.started_as
-        elif kept is not None and kept.to_json() == agreed.to_json():
-            agreed = kept  # which, on rank 0, also knows the problem
-        agreed.plan.check(len(model.chain), group.world_size)  # it may be another rank's
-        life.agreed = life.plans[tuple(self.started_as)] = agreed
-        return agreed
-
-    def _plan_again(self, agreed: Agreed, plan: Plan, guard: Guard, model: Model, *, following: bool) -> Agreed:
-        """Return what to train by where formats of the agreed plan may not be used, with layers where it has them."""
-        state = self.life.state
-        assert state is not None
-        found = guard.plan_again(agreed, plan, search=state.tried is not None and not following)
-        if state.tried is None or following:  # so the next group tries the plan itself
-            return found
-        moves = senders(holders(plan), found.plan)
-        if moves or found.plan.stages != plan.stages:
-            self.say("with these formats, another plan is better:")
-            self.say(found.plan.describe(model.chain.names))
-        moved = sum(self.group.gather_json(move(state, moves, self.group), whole())) if moves else 0
-        if moved:
-            self.say(f"{human_bytes(moved)} of parameters and optimizer state changed hands")
-        self.life.agreed = self.life.plans[tuple(self.started_as)] = found
-        return found
-
-    def _detector(self, agreed: Agreed, guard: Guard) -> StragglerDetector | None:
-        """Return what compares steps with the plan, if it is one that was predicted."""
-        parallel = self.life.job.parallel
-        if agreed.forecast is None or agreed.plan.local is not None:  # replicas do not compare their steps
-            return None
-        return StragglerDetector(
-            self.group,
-            agreed.plan,
-            agreed.forecast,
-            agreed.problem,
-            parallel.replan_threshold,
-            parallel.replans,
-            self.life.condition,
-            time.monotonic,
-            guard.constraints,
-            parallel.deadline_seconds,
-            max(self.group.gather_json(time.monotonic() - (self.life.started or time.monotonic()), number)),
-        )
-
     def _train(
         self,
         session: Trainer,
@@ -375,14 +347,15 @@ class Generation:
         checkpoints: Checkpoints | None,
         recorder: Recorder,
         detector: StragglerDetector | None,
+        spare: list[Spare],
     ) -> Outcome:
         """Train by one plan, and close the record of it."""
-        life, ended_as = self.life, "failed"
+        life, ended_as, followed = self.life, "failed", session.following is not None
         life.last = None
         workers: Workers | None = None
 
         def mirror() -> Mirror | None:
-            made = mirror_for(life, session, self._place())
+            made = mirror_for(life, session, self._place(), spare if not followed else None)
             life.last = Last(self.number, self.started_as, made, session.executions) if made is not None else None
             return made
 
@@ -404,16 +377,14 @@ class Generation:
             recorder.close(ended_as)
             life.newest_checkpoint = checkpoints.newest if checkpoints is not None else None
 
-    def _move(self, state: TrainState, plan: Plan, detector: StragglerDetector, model: Model) -> tuple[Plan, str]:
-        """Bring layers to where a better plan has them; return that plan, and what to say of it."""
-        predicted = human_seconds(detector.forecast.seconds)
-        self.say(f"step {state.step}: a new plan, predicted to take {predicted} a step:")
-        self.say(detector.plan.describe(model.chain.names))
-        moved = sum(self.group.gather_json(move(state, senders(holders(plan), detector.plan), self.group), whole()))
-        agreed = replace(self.life.agreed or Agreed(plan), plan=detector.plan, forecast=detector.forecast)
-        agreed = replace(agreed, problem=detector.problem)  # of the devices as they are now
-        self.life.agreed = self.life.plans[tuple(self.started_as)] = agreed
-        return detector.plan, f"{human_bytes(moved)} of parameters and optimizer state changed hands"
+
+def _follow(session: Trainer, ranks: frozenset[int]) -> None:
+    """Begin to bring some ranks of a session their state; all ranks of the group call this. Raises PeerLost."""
+    state, plan, group = session.state, session.plan, session.group
+    room = room_for(group) - needs(state, plan, ranks, group.rank).copies
+    following = Following(state, plan, group, ranks, room)
+    session.follow(following)
+    following.start()
 
 
 def load_for(life: Life, session: Trainer, info: DataInfo) -> Data:
@@ -429,45 +400,42 @@ def load_for(life: Life, session: Trainer, info: DataInfo) -> Data:
     return life.data.data
 
 
-def _check_smallest_batch(job: Job, session: Trainer, info: DataInfo) -> None:
-    """BatchNorm cannot train on a single value per channel: say so now, not at the end of the first epoch."""
-    for size in sorted({min(job.batch_size, info.train), info.train % job.batch_size} - {0}):
-        for rank, problem in enumerate(session.group.gather_json(session.try_smallest(size), optional(text))):
-            if problem is not None:
-                raise DataError(
-                    f"batch_size: a batch of {size} samples (of {info.train}) leaves rank {rank} with one sample, on "
-                    f"which this model cannot train ({problem}); change batch_size, data.samples, or "
-                    "parallel.micro_batches"
-                )
-
-
 def use_executions(
-    life: Life, group: Group, model: Model, info: DataInfo, hosts: Sequence[Host], say: Callable[[str], None]
-) -> Executions:
-    """Return how this rank runs each layer; all ranks call this together.
+    life: Life,
+    group: Group,
+    model: Model,
+    info: DataInfo,
+    hosts: Sequence[Host],
+    kept: Sequence[tuple[Execution, ...] | None],
+    say: Callable[[str], None],
+) -> tuple[Executions, bool]:
+    """Return how this rank runs each layer, and whether any rank runs one in bf16; all ranks call this together.
 
     Results depend on it, as they do on the number of threads, so a rank keeps its choice, and one that is new on a
-    machine takes over that of the others there.
+    machine takes over that of the others there. `kept` are the choices that ranks have.
     """
+    kept = [layers if layers is not None and len(layers) == len(model.chain) else None for layers in kept]
+    host_of = {rank: host for host in hosts for rank in host.ranks}
 
-    def read(value: Any) -> tuple[Execution, ...] | None:
-        return None if value is None else read_layers(model, value)
+    def known_to(rank: int) -> tuple[Execution, ...] | None:
+        return next((kept[one] for one in (rank, *host_of[rank].ranks) if kept[one] is not None), None)
 
-    kept = group.gather_json(None if life.executions is None else to_json(life.executions), read)
-    here = next(host for host in hosts if group.rank in host.ranks)
-    own = next((kept[rank] for rank in (group.rank, *here.ranks) if kept[rank] is not None), None)
-    if any(all(kept[rank] is None for rank in host.ranks) for host in hosts):
+    own = known_to(group.rank)
+    everyone = [known_to(rank) for rank in range(group.world_size)]
+    if any(layers is None for layers in everyone):
         steps = life.job.total_steps(-(-info.train // life.job.batch_size))
         job, why = life.job, why_untried(life.job, info)
         if job.precision == "auto" and why is not None:
             say(f"precision: auto: layers are computed in fp32, as {why}")
             job = job.model_copy(update={"precision": "fp32"})
-        chosen = choose_executions(job, model, group, here, steps, say)
+        chosen = choose_executions(job, model, group, host_of[group.rank], steps, say)  # which all ranks call
         own = own or chosen
+        everyone = group.gather_json(to_json(own), lambda value: read_layers(model, value))
     assert own is not None
-    everyone = [layers or () for layers in group.gather_json(to_json(own), read)]
-    unused = unused_bf16(life.job, everyone) if life.executions is None else None
+    found = [layers or () for layers in everyone]
+    unused = unused_bf16(life.job, found) if life.executions is None else None
     if unused is not None:
         say(unused)
     life.executions = own
-    return Executions.among(own, everyone)
+    narrow = any(layer.precision == "bf16" for layers in found for layer in layers)
+    return Executions.among(own, found), narrow

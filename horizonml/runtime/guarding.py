@@ -292,13 +292,13 @@ def guarded_kinds(job: Job) -> frozenset[str]:
 class Guard:
     """Decides how lossy a run may be, as one rank of a group; all ranks call the same."""
 
-    def __init__(self, life: Life, group: Group, executions: Executions, say: Callable[[str], None]) -> None:
-        """`executions` say how this rank runs layers if bf16 is allowed."""
+    def __init__(
+        self, life: Life, group: Group, executions: Executions, say: Callable[[str], None], narrow: bool = False
+    ) -> None:
+        """`executions` say how this rank runs layers if bf16 is allowed; `narrow` says that some rank would use it."""
         self._life, self._group, self._executions, self._say = life, group, executions, say
         self._kinds = guarded_kinds(life.job)
-        self._bf16 = PRECISION in self._kinds and any(
-            group.gather_json(any(layer.precision == "bf16" for layer in executions.layers), boolean)
-        )
+        self._bf16 = PRECISION in self._kinds and narrow
 
     def applies(self, plan: Plan) -> bool:
         """Return whether there is anything to be tried.

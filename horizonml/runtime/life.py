@@ -61,7 +61,6 @@ class Life:
     data: Loaded | None = None
     workers: Processes | None = None  # that load samples, from one group to the next
     info: DataInfo | None = None  # of the data that the state is for
-    agreed: Agreed | None = None
     plans: dict[tuple[int, ...], Agreed] = field(default_factory=dict)  # made so far, by the ranks as they were started
     measured: Measured | None = None
     measured_for: list[int] = field(default_factory=list)  # the ranks that were measured, as they were started

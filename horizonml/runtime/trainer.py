@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from horizonml.comm.expected import mapping, measure
+from horizonml.comm.expected import fields, mapping, measure, whole
+from horizonml.comm.group import Group
 from horizonml.data.dataset import Data, DataBatch
 from horizonml.data.loading import Ahead
 from horizonml.data.needs import Needs
@@ -26,17 +27,17 @@ from horizonml.errors import CheckpointError, Diverged, JobError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
-from horizonml.runtime.joining import tell
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.state.average import KEPT, STOPPING, Best
 from horizonml.state.checkpoint import Checkpoints
+from horizonml.state.follow import Following
 from horizonml.state.mirror import Mirror
 from horizonml.state.optim import learning_rate
 from horizonml.tasks.task import Task
 from horizonml.telemetry.record import metric_key
 from horizonml.telemetry.recorder import Recorder
-from horizonml.text import count, nearest
+from horizonml.text import count, human_bytes, nearest
 
 
 def train(
@@ -260,7 +261,7 @@ class _Loop:
         if wait:
             following.finish()
         self.session.end_following()
-        tell(following, self.session.group, self.recorder, self.state.step)
+        _tell_followed(following, self.session.group, self.recorder, self.state.step)
 
     def _evaluate(self, done: int) -> bool:
         """Evaluate the model on the held-out data; return whether its checkpoint is to be kept as the best one."""
@@ -358,6 +359,20 @@ class _Loop:
         """Record what became of checkpoints that were written until now."""
         for one in checkpoints.finished() if checkpoints is not None else []:
             self.recorder.checkpoint(one.step, not one.problems, one.pause, one.writing)
+
+
+def _tell_followed(following: Following, group: Group, recorder: Recorder, step: int) -> None:
+    """Say who has caught up after a step; all ranks of the group call this. Raises PeerLost."""
+    received = group.gather_json([following.early, following.waited], fields(whole(), whole()))
+    for rank in sorted(following.ranks):
+        early, late = received[rank]
+        waited = f", and {human_bytes(late)} while they waited" if late else ""
+        recorder.message(
+            f"rank {rank} joined at step {step}; {human_bytes(early)} of state arrived while the others trained, in "
+            f"{count(following.steps, 'step')}{waited}"
+        )
+    if group.rank in following.ranks:
+        recorder.followed(step, following.steps, following.early)
 
 
 def training_batch(job: Job, data: Data, sampler: Sampler, epoch: int, step: int) -> DataBatch:

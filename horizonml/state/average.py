@@ -23,10 +23,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from horizonml.errors import PeerLost
@@ -92,16 +91,6 @@ class Best(BaseModel):
     value: float | int
     step: int = Field(ge=0)  # the number of steps that had been done
     waited: int = Field(0, ge=0)  # evaluations since then
-
-
-def best_from(value: Any) -> dict[str, Best]:
-    """Return what a peer reports as its best evaluations, by purpose; nothing if it is malformed."""
-    if not isinstance(value, Mapping):
-        return {}
-    try:
-        return {str(purpose): Best.model_validate(one) for purpose, one in value.items()}
-    except ValidationError:
-        return {}
 
 
 _MOST = 1 << 15  # steps; more than a log of messages reaches back

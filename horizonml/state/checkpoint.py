@@ -10,10 +10,12 @@ over from writing.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,16 +24,19 @@ from typing import Any
 
 from horizonml.comm.expected import boolean, fields, mapping, text
 from horizonml.comm.group import Group
+from horizonml.data.dataset import DataInfo
 from horizonml.errors import CheckpointError, PeerLost, is_out_of_memory
+from horizonml.job.schema import Job
 from horizonml.machine.resources import memory_left
+from horizonml.models.zoo import Model
 from horizonml.plan.lossy import tried_from
 from horizonml.plan.plan import Plan
-from horizonml.state.disks import Disks, Snapshot, fingerprints, take, unequal
+from horizonml.state.disks import Probe, Snapshot, Token, find_disks, fingerprints, take, unequal
 from horizonml.state.equal import share_state
 from horizonml.state.resume import Resumption
 from horizonml.state.runfolder import Fence, Term
 from horizonml.state.saver import Background, Saver, clean
-from horizonml.state.shards import Metadata, steps
+from horizonml.state.shards import Metadata, is_folder_name, step_of, steps
 from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -49,6 +54,25 @@ class Saved:
     writing: float = 0.0  # seconds that a thread was writing beside the training
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a rank has found in the folder of checkpoints, before its group has agreed on anything."""
+
+    token: Token
+    term: Term | None  # of the newest group that has begun there
+    newest: int | None  # the newest step of which there is a checkpoint, whole or not
+
+
+class Arrival:
+    """Looks at the folder of checkpoints as a rank comes to a group, which announces itself there later."""
+
+    def __init__(self, folder: Path) -> None:
+        self.probe, self.fence = Probe(folder), Fence(folder)
+        there = [*steps(folder), *(old.with_name(old.name.removeprefix(".old-")) for old in folder.glob(".old-step-*"))]
+        newest = max((step_of(path) for path in there if is_folder_name(path.name)), default=None)
+        self.found = Found(self.probe.token, self.fence.newest(), newest)
+
+
 class Checkpoints:
     """Saves and resumes the checkpoints of a run, as one rank of its group."""
 
@@ -60,20 +84,25 @@ class Checkpoints:
         compatible: dict[str, Any],
         names: list[str] | None = None,
         generation: int = 0,
+        arrival: Arrival | None = None,
+        found: Sequence[Found] = (),
     ) -> None:
         """Prepare the folder; all ranks of the group call this.
 
         A checkpoint can be resumed only if it agrees with `compatible`. `names[r]` is the name of rank r's machine.
-        Raises PeerLost if a group newer than `generation` has begun in the folder.
+        `found` is what all ranks have found at their `arrival`, if they have told each other already. Raises PeerLost
+        if a group newer than `generation` has begun in the folder.
         """
         self._folder, self._group = folder, group
-        self._disks = Disks(folder, group)
-        self._fence = Fence(folder, self._disks.word[:8])
+        if arrival is None:
+            arrival = Arrival(folder)
+            found = group.exchange(arrival.found)
+        self._newest_found = max((one.newest for one in found if one.newest is not None), default=-1)
+        self._disks, self._fence = find_disks(arrival.probe, [one.token for one in found], group), arrival.fence
+        self._fence.word = self._disks.word[:8]
         self.newest: int | None = None  # the step of the checkpoint that was saved or resumed last
         self.skipped = 0  # how many were not saved because the one before was still being written
-        newest = self._fence.newest()
-        reports = group.gather_json(newest.to_json() if newest is not None else None)
-        self._term = Term.after(map(Term.of, reports), generation)
+        self._term = Term.after((one.term for one in found), generation)
         self._begin()
         places = _places(group, names)
         self._saver = Saver(folder, group, self._disks, self._fence, keep, compatible, places)
@@ -249,7 +278,8 @@ class Checkpoints:
 
     def newer_than(self, step: int) -> int | None:
         """Return the step of the newest intact checkpoint after `step`, or None; all ranks call this."""
-        return self._resumption.newer_than(step)
+        known = max(self._newest_found, -1 if self.newest is None else self.newest)
+        return self._resumption.newer_than(step) if known > step else None
 
     def resume(self, state: TrainState, plan: Plan) -> Metadata | None:
         """Load the newest checkpoint that is intact on all machines together; return None if there is none.
@@ -274,3 +304,22 @@ def _places(group: Group, names: list[str] | None) -> list[str]:
         name, address = names[rank] if names is not None else f"rank {rank}", host.partition("/")[2]
         found.append(f"{name} at {address}" if address else name)
     return found
+
+
+def compatible_with(job: Job, info: DataInfo, model: Model) -> dict[str, Any]:
+    """Return what a checkpoint must agree with so that going on from it makes sense."""
+    return {
+        "model": job.model.identity(),
+        **({"weights": model.pretrained.digest} if model.pretrained is not None else {}),
+        "data": job.data.name,
+        **({"characters": _fingerprint(info.characters)} if info.characters else {}),
+        "samples": info.train,
+        "seed": job.seed,
+        "batch_size": job.batch_size,
+        "optimizer": job.optimizer.name,
+    }
+
+
+def _fingerprint(characters: str) -> str:
+    """Return how many characters there are, and what differs for other ones."""
+    return f"{len(characters)} (SHA-256 {hashlib.sha256(characters.encode('utf-8', 'surrogatepass')).hexdigest()[:8]})"

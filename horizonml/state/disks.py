@@ -13,16 +13,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from horizonml.comm.expected import optional, text, whole
@@ -37,39 +37,60 @@ from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 _CHUNK = 1 << 20
+_PROBE = ".probe-"  # begins the names of files by which ranks find out who shares a disk
+
+
+Token = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]  # of a rank's probe
+
+
+class Probe:
+    """A file of this rank, by whose name the other ranks find out whether they see the same folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.token = folder, uuid.uuid4().hex
+        self._earlier: list[str] = []  # those of ranks that were killed here
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._earlier = self._names()
+            (folder / f"{_PROBE}{self.token}").touch()
+        except OSError as error:
+            _log.warning("cannot write to %s: %s", folder, error.strerror or error)
+
+    def _names(self) -> list[str]:
+        return [name for name in os.listdir(self._folder) if name.startswith(_PROBE)]
+
+    def lead(self, tokens: Sequence[str], rank: int) -> int:
+        """Return the first rank whose file is here; `tokens` are those of all ranks, whose files are all written."""
+        try:
+            names = set(self._names())
+        except OSError:
+            return rank
+        return min([rank, *(other for other, token in enumerate(tokens) if f"{_PROBE}{token}" in names)])
+
+    def remove(self) -> None:
+        """Delete the file, once all ranks have looked, and those that were left behind before."""
+        for name in [f"{_PROBE}{self.token}", *self._earlier]:
+            with suppress(OSError):
+                (self._folder / name).unlink()
+
+
+def find_disks(probe: Probe, tokens: Sequence[str], group: Group) -> Disks:
+    """Find out which ranks see each other's files; all ranks call this, with the `tokens` of all. Raises PeerLost.
+
+    The names of machines do not tell: two boards may have the same name, and a network drive may be on all of them.
+    """
+    leads = group.gather_json(probe.lead(tokens, group.rank), whole(0, group.world_size - 1))
+    probe.remove()
+    word = hashlib.sha256(" ".join(tokens).encode()).hexdigest()[:32]
+    return Disks(group, word, [min(lead, rank) for rank, lead in enumerate(leads)])
 
 
 class Disks:
     """Represents the disks on which the ranks of a group keep a folder that has the same path on every rank."""
 
-    def __init__(self, folder: Path, group: Group) -> None:
-        """Find out which ranks see each other's files; all ranks call this.
-
-        The names of machines do not tell: two boards may have the same name, and a network drive may be on all of them.
-        """
-        self._group = group
-        self.word = str(group.broadcast(uuid.uuid4().hex))  # unique to this group
-        if not re.fullmatch("[0-9a-f]{32}", self.word):
-            self.word = "0" * 32
-        own = folder / f".probe-{self.word}-{group.rank}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            own.touch()
-        except OSError as error:
-            _log.warning("cannot write to %s: %s", folder, error.strerror or error)
-        group.barrier()
-        seen = [group.rank]
-        with suppress(OSError):
-            names = (name for name in os.listdir(folder) if name.startswith(f".probe-{self.word}-"))
-            seen += [int(name.rpartition("-")[2]) for name in names]
-        # For each rank, the first rank on the same disk.
-        leads = group.gather_json(min(seen), whole(0, group.world_size - 1))
-        self.leads: list[int] = [min(lead, rank) for rank, lead in enumerate(leads)]
-        if self.is_lead:
-            for probe in folder.glob(".probe-*"):  # includes the probes of ranks that were killed here earlier
-                with suppress(OSError):
-                    probe.unlink()
-        group.barrier()  # no rank finds a probe that is about to be deleted
+    def __init__(self, group: Group, word: str, leads: list[int]) -> None:
+        """`word` is unique to the group, and `leads[r]` is the first rank on the disk of rank r."""
+        self._group, self.word, self.leads = group, word, leads
         self.ring = sorted(set(self.leads))
 
     @property

@@ -6,6 +6,7 @@ Gradients are summed, and parameters never are, so members that begin unequal wo
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +19,23 @@ from horizonml.plan.plan import Plan
 from horizonml.state.average import in_common
 from horizonml.state.train_state import TrainState
 
+Digests = dict[str, str]  # of the state of each stage that a rank shares with others, by the stage's number
 
-def share_state(state: TrainState, plan: Plan, group: Group) -> list[tuple[int, str]]:
+
+def digests_of(state: TrainState, plan: Plan, rank: int) -> Digests:
+    """Return what the members of a stage compare."""
+    return {str(number): _together(digests) for number, digests in _digests(state, plan, rank).items()}
+
+
+def share_state(
+    state: TrainState, plan: Plan, group: Group, everyone: Sequence[Digests] | None = None
+) -> list[tuple[int, str]]:
     """Compare the state of every stage's members, and give the state of the first member to those that differ.
 
     Return, on all ranks, the ranks that differed, each with the name of a tensor that did. All ranks of the group call
-    this. Raises StateDiffers if some cannot be made equal.
+    this, with the digests of all ranks if they know them already. Raises StateDiffers if some cannot be made equal.
     """
-    differing = _differing(state, plan, group)
+    differing = _differing(state, plan, group, everyone)
     if differing:
         _send(state, plan, group, differing)
         left = _differing(state, plan, group)
@@ -66,13 +76,14 @@ def _digests(state: TrainState, plan: Plan, rank: int) -> dict[int, dict[str, st
     return found
 
 
-def _differing(state: TrainState, plan: Plan, group: Group) -> list[_Difference]:
+def _differing(
+    state: TrainState, plan: Plan, group: Group, everyone: Sequence[Digests] | None = None
+) -> list[_Difference]:
     """Return the members whose state is not that of their stage's first member, each with a tensor that differs."""
     if all(len(stage.ranks) == 1 for stage in plan.stages):
         return []
-    own = _digests(state, plan, group.rank)
-    # JSON keys are strings.
-    everyone = group.gather_json({str(number): _together(digests) for number, digests in own.items()}, mapping(text))
+    if everyone is None:
+        everyone = group.gather_json(digests_of(state, plan, group.rank), mapping(text))
     unequal = [
         (rank, number)
         for number, stage in enumerate(plan.stages)
@@ -82,6 +93,7 @@ def _differing(state: TrainState, plan: Plan, group: Group) -> list[_Difference]
     if not unequal:
         return []
     # The tensors are compared only where there is a difference to report.
+    own = _digests(state, plan, group.rank)
     every = group.gather_json({str(number): digests for number, digests in own.items()}, mapping(mapping(text)))
     found = []
     for rank, number in unequal:

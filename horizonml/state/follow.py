@@ -13,25 +13,33 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from horizonml.comm.expected import boolean
+from horizonml.comm.expected import boolean, fields, number, whole
 from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
+from horizonml.machine.accelerator import computing
+from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan, Sync
-from horizonml.state.move import Moves, announce, by_layer, holders, senders
+from horizonml.state.move import Holders, Moves, announce, by_layer, holders, senders
 from horizonml.state.saver import Background
 from horizonml.state.train_state import TrainState
+from horizonml.text import human_bytes
 
 _PIECE_BYTES = 256 << 10  # sent at a time, so that no message of a step waits long for one
 _LEAST_PART = 0.25  # of the time in which pieces travel, however busy the link is
 _LONGEST_REST = 0.5  # seconds between two pieces
 _LOOK_SECONDS = 1.0  # between two looks at whether the state has arrived, when all ranks wait for it
+
+_SHARE = 0.5  # of the memory that is left on a rank; activations and gradients take the rest
+_TRIED_BYTES = 1 << 20  # by which the speed of a newcomer's link is measured
+_LONG_SECONDS = 0.3  # of waiting, for which following, which itself takes some time to set up, is worthwhile
+_LEAST_STEPS = 4  # for whose gradients there must be room, or following would not be worthwhile
 
 # How the members of a stage may agree on gradients if one of them follows. These sums come out alike, bit for bit, on
 # all members, and one that contributes zeros changes nothing in them. PowerSGD and sums of 4 bits instead have each
@@ -78,6 +86,66 @@ def needs(state: TrainState, plan: Plan, following: frozenset[int], rank: int) -
 
 def _moves(plan: Plan, following: frozenset[int]) -> Moves:
     return senders(holders(plan.without(following)), plan)
+
+
+def room_for(group: Group) -> float:
+    """Return the bytes that following may take on this rank."""
+    left, compute = memory_left(processes=group.hosts.count(group.hosts[group.rank])), computing()
+    there, taken = compute.memory(), compute.taken()
+    return _SHARE * (left if there is None or taken is None else min(left, there - taken))
+
+
+def who_follows(
+    state: TrainState, moves: Moves, holders: Holders, plan: Plan, group: Group, say: Callable[[str], None]
+) -> frozenset[int]:
+    """Return the ranks that follow the others by a plan, instead of receiving their layers before training goes on.
+
+    `holders` are the ranks that hold each layer. All ranks of the group call this. Raises PeerLost.
+    """
+    present = frozenset(rank for layer in state.stateful() for rank in holders[layer])
+    chosen = followers(moves, present, plan)
+    if chosen:
+        chosen = _slow(chosen, moves, state, plan, group)
+    if not chosen:
+        return chosen
+    told = group.gather_json(
+        [room_for(group), _wanted(needs(state, plan, chosen, group.rank))], fields(number, whole())
+    )
+    for rank, (room, wanted) in enumerate(told):
+        if wanted > room:
+            say(
+                f"all ranks wait while newcomers receive their state: going on meanwhile would take "
+                f"{human_bytes(wanted)} of memory on rank {rank}, which can spare {human_bytes(room)}"
+            )
+            return frozenset()
+    return chosen
+
+
+def _slow(chosen: frozenset[int], moves: Moves, state: TrainState, plan: Plan, group: Group) -> frozenset[int]:
+    """Return those of the ranks whose state takes long to arrive; for others it is quicker if all wait for it.
+
+    Each asks one of its senders for a piece, and tells how long all of its state would take. Raises PeerLost.
+    """
+    tag, seconds = group.channel("probe").tag(), 0.0
+    first = {receiver: sender for _, sender, receiver in reversed(moves) if receiver in chosen}
+    for receiver, sender in sorted(first.items()):
+        word, piece = torch.zeros(1, dtype=torch.uint8), torch.zeros(_TRIED_BYTES, dtype=torch.uint8)
+        if group.rank == sender:
+            group.wait(group.receive(word, receiver, tag), receiver)
+            group.wait(group.send(piece, receiver, tag), receiver)
+        elif group.rank == receiver:
+            began = time.monotonic()
+            arrives = group.receive(piece, sender, tag)
+            group.wait(group.send(word, sender, tag), sender)
+            group.wait(arrives, sender)
+            taken = time.monotonic() - began
+            seconds = taken * needs(state, plan, chosen, receiver).copies / _TRIED_BYTES
+    told = group.gather_json(seconds, number)
+    return frozenset(rank for rank in chosen if told[rank] > _LONG_SECONDS)
+
+
+def _wanted(needed: Needs) -> int:
+    return needed.copies + _LEAST_STEPS * needed.gradients
 
 
 @dataclass(frozen=True)

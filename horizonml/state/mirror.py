@@ -23,7 +23,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -112,6 +111,14 @@ class _Course:
         if began == self.start:
             return None
         return self.start if began == self.start + self.first else began - self.steps
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank could contribute to rebuilding lost owners."""
+
+    replicas: dict[int, list[int]]  # the steps of its copies of each owner's state
+    log: int | None  # the first step of which it has the messages
 
 
 class Mirror:
@@ -276,10 +283,9 @@ class Mirror:
         if self._courses or self.bare:
             self.log.forget(min(needed, default=step))
 
-    def report(self) -> dict[str, Any]:
-        """Return what this rank could contribute to rebuilding lost owners, as plain JSON values."""
-        replicas = {str(owner): [one.step for one in kept] for owner, kept in self.replicas.items()}
-        return {"replicas": replicas, "log": self.log.first}
+    def report(self) -> Report:
+        """Return what this rank could contribute to rebuilding lost owners."""
+        return Report({owner: [one.step for one in kept] for owner, kept in self.replicas.items()}, self.log.first)
 
     def keep_parts(self, state: TrainState) -> None:
         """Count the parts in memory as a copy, now that their group is over: all of its ranks may be back."""
@@ -384,9 +390,7 @@ class Rebuild:
         return sorted({*self.copies, *self.keepers})
 
 
-def rebuilds(
-    plan: Plan, missing: list[int], reports: Mapping[int, Mapping[str, Any]], ties: Ties = ()
-) -> list[Rebuild] | None:
+def rebuilds(plan: Plan, missing: list[int], reports: Mapping[int, Report], ties: Ties = ()) -> list[Rebuild] | None:
     """Return how to rebuild the owners of the missing layers, or None if it cannot be done.
 
     `reports[r]` is the report of rank r of the group that was lost, if it survived.
@@ -401,7 +405,7 @@ def rebuilds(
         if len(group) == 1 and group[0] in reports:
             return None
         having = [
-            {(int(step), rank) for rank, report in reports.items() for step in report["replicas"].get(str(owner), [])}
+            {(step, rank) for rank, report in reports.items() for step in report.replicas.get(owner, [])}
             for owner in group
         ]
         steps = set.intersection(*({step for step, _ in there} for there in having))
@@ -413,8 +417,8 @@ def rebuilds(
         # An initial state is known to all, and a copy to its buddy only, which therefore comes first.
         able = sorted(set().union(*ranks))
         builder = max(able, key=lambda rank: (sum(rank in there for there in ranks), rank == buddy(plan, group[0])))
-        firsts = [reports[rank]["log"] for rank in sources]
-        if any(first is None or int(first) > step for first in firsts):
+        firsts = [reports[rank].log for rank in sources]
+        if any(first is None or first > step for first in firsts):
             return None
         copies = tuple(builder if builder in there else there[0] for there in ranks)
         found.append(Rebuild(group, step, builder, copies, tuple(sorted(sources))))

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from horizonml.comm.expected import fields, items, text, whole
+from horizonml.comm.expected import boolean, fields, items, text, whole
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.errors import CheckpointError, PeerLost
@@ -102,6 +102,25 @@ def move(state: TrainState, moves: Moves, group: Group) -> int:
         group.wait(work, peer)
     state.put(received)
     return sum(tensor.nbytes for tensor in received.values())
+
+
+def hand_over(state: TrainState, plan: Plan, group: Group, leaves: bool) -> None:
+    """Bring the layers that only leaving ranks hold to ranks that stay, and make whole what the members had split.
+
+    All ranks call this, without a session. Raises PeerLost.
+    """
+    told = group.gather_json([leaves, state.valid], fields(boolean, boolean))
+    leaving = [rank for rank, (gone, _) in enumerate(told) if gone]
+    staying = [rank for rank in range(group.world_size) if rank not in leaving]
+    if not staying:
+        return
+    state.join(group)
+    if not state.valid:  # this rank follows; whatever it is handed is valid, and all it has
+        state.drop()
+        state.valid = True
+    plan = plan.without([rank for rank, (_, valid) in enumerate(told) if not valid])
+    last = [(layer, ranks[0]) for layer, ranks in enumerate(holders(plan)) if all(rank in leaving for rank in ranks)]
+    move(state, [(layer, rank, staying[n % len(staying)]) for n, (layer, rank) in enumerate(last)], group)
 
 
 class StateCopy:

@@ -22,11 +22,11 @@ from typing import Any
 
 from torch import Tensor
 
-from horizonml.comm.expected import anything, boolean, fields, items, optional
+from horizonml.comm.expected import anything, boolean, instance, items, optional, plain
 from horizonml.comm.group import Group
-from horizonml.errors import CheckpointError, PeerLost
+from horizonml.errors import CheckpointError
 from horizonml.plan.plan import Plan
-from horizonml.state.average import PreparedOuter, best_from
+from horizonml.state.average import Best, PreparedOuter
 from horizonml.state.disks import Copy, Disks
 from horizonml.state.move import check_shard
 from horizonml.state.runfolder import Term
@@ -67,11 +67,6 @@ class _Problem:
     final: bool = False
     away: tuple[str, ...] = ()  # the machines that keep what is missing and are not in the group
 
-    @classmethod
-    def of(cls, report: dict[str, Any]) -> _Problem:
-        """Return what a peer reports."""
-        return cls(str(report["text"]), report["final"] is True, tuple(map(str, report["away"])))
-
 
 @dataclass(frozen=True)
 class _Seen:
@@ -81,13 +76,6 @@ class _Seen:
     term: Term = _FIRST  # of the group that saved it
     shards: dict[str, str] = field(default_factory=dict)  # the intact ones, and their SHA-256
     problems: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, report: dict[str, Any]) -> _Seen:
-        """Return what a peer reports; the report is not trusted to have the right types."""
-        shards = {str(name): str(digest) for name, digest in report.get("shards", {}).items()}
-        term = Term.of(report.get("term")) or _FIRST
-        return cls(str(report.get("version", "")), term, shards, tuple(map(str, report.get("problems", []))))
 
 
 @dataclass(frozen=True)
@@ -160,26 +148,25 @@ class Resumption:
 
     def _look_around(self, name: str) -> list[_Seen]:
         """Return what every rank's disk has of a checkpoint."""
-        return self.group.gather_json(self._look_at(name), _Seen.of)
+        return self.group.exchange(self._look_at(name))
 
-    def _look_at(self, name: str) -> dict[str, Any]:
+    def _look_at(self, name: str) -> _Seen:
         """Return which version of a checkpoint is on this rank's disk, and which of its shards are intact."""
         path = self.folder / name
         if not self.disks.is_lead or not path.is_dir():
-            return {}
+            return _Seen()
         try:
             metadata = read_metadata(path)
         except CheckpointError as error:
-            return {"problems": [str(error)]}
+            return _Seen(problems=(str(error),))
         names, problems = intact(path, metadata)
         shards = {name: metadata.shards[name].sha256 for name in names}
-        term = [metadata.restarts, metadata.generation]
-        return {"version": _version(metadata), "term": term, "shards": shards, "problems": problems}
+        return _Seen(_version(metadata), Term(metadata.restarts, metadata.generation), shards, tuple(problems))
 
     def _first_problem(self, outcome: Metadata | _Problem) -> _Problem | None:
         """Return the first problem that any rank has; all ranks call this and return the same."""
-        own = vars(outcome) if isinstance(outcome, _Problem) else None
-        found = self.group.gather_json(own, optional(_Problem.of))
+        own = plain(outcome) if isinstance(outcome, _Problem) else None
+        found = self.group.gather_json(own, optional(instance(_Problem)))
         return next((problem for problem in found if problem is not None), None)
 
     def _resume_from(self, state: TrainState, plan: Plan, name: str, seen: list[_Seen]) -> Metadata | _Problem:
@@ -338,20 +325,6 @@ class Held:
         then = self.then if self.then is not None else self.step + 1
         return self.step == step or (self.prepared and then == step)
 
-    def to_json(self) -> list[Any]:
-        """Return plain JSON values."""
-        return [self.step, self.prepared, list(self.layers), self.then]
-
-    @classmethod
-    def from_json(cls, value: Any) -> Held:
-        """Return what `to_json` was called on. Raises PeerLost if a peer has sent anything else."""
-        match value:
-            case [int(step), bool(prepared), list(layers), int() | None as then] if all(
-                type(number) is int for number in [step, *layers, *([] if then is None else [then])]
-            ):
-                return cls(step, prepared, tuple(layers), then)
-        raise PeerLost("a rank does not say what state it has in memory")
-
 
 @dataclass(frozen=True)
 class Recovery:
@@ -382,33 +355,39 @@ def newest(reports: Sequence[Held | None], stateful: Sequence[bool]) -> Recovery
     return Recovery(step, [there if has else everyone for there, has in zip(holders, stateful, strict=True)])
 
 
-def agree_on_state(state: TrainState, begun: bool, group: Group) -> Recovery | None:
-    """Return where all ranks go on from, or None if none of them has begun; all ranks of a group call this.
+@dataclass(frozen=True)
+class Memory:
+    """What a rank says of the state in its memory."""
 
-    `begun` says whether `state` is one that has been trained. It is brought to the step that training goes on from, or
-    dropped if it cannot be. Raises PeerLost.
+    held: Held | None = None  # None if there is none that has been trained
+    scale: float | None = None  # the factor by which the last step's gradients were multiplied
+    metrics: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Best] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: TrainState, begun: bool) -> Memory:
+        """Describe a state, which is dropped if it is not valid; `begun` says whether it has been trained."""
+        if not state.valid:
+            state.drop()
+        held = Held.of(state) if begun and state.valid else None
+        return cls(held, state.scales.get(state.step - 1), state.metrics, state.best)
+
+
+def agree_on_state(state: TrainState, memories: Sequence[Memory]) -> Recovery | None:
+    """Return where all ranks go on from, given what each has in memory, or None if none of them has begun.
+
+    The state of this rank is brought to the step that training goes on from, or dropped if it cannot be.
     """
-    model = state.model
-    if not state.valid:
-        state.drop()
-    own = Held.of(state).to_json() if begun and state.valid else None
-    scale = state.scales.get(state.step - 1)
-    best = {purpose: one.model_dump() for purpose, one in state.best.items()}
-    answers = group.gather_json(
-        [own, state.metrics, scale, best], fields(optional(Held.from_json), anything, anything, anything)
-    )
-    reports = [answer[0] for answer in answers]
+    reports = [memory.held for memory in memories]
     stateful = state.stateful()
-    found = newest(reports, [layer in stateful for layer in range(len(model.chain))])
-    if found is not None:
-        # How the newest step's gradients were clipped is known to those who have applied them.
-        there = [rank for rank, report in enumerate(reports) if report is not None and report.step == found.step]
-        scales = [answers[rank][2] for rank in there if isinstance(answers[rank][2], float)]
-        _adopt(state, found.step, scales[0] if scales else None)
-        able = (rank for rank, report in enumerate(reports) if report is not None and report.reaches(found.step))
-        _, metrics, _, best = answers[next(able)]
-        state.metrics = dict(metrics) if isinstance(metrics, dict) else {}
-        state.best = best_from(best)
+    found = newest(reports, [layer in stateful for layer in range(len(state.model.chain))])
+    if found is None:
+        return None
+    able = [memory for memory in memories if memory.held is not None and memory.held.reaches(found.step)]
+    # How the newest step's gradients were clipped is known to those who have applied them.
+    there = (one.scale for one in able if one.held is not None and one.held.step == found.step)
+    _adopt(state, found.step, next((scale for scale in there if scale is not None), None))
+    state.metrics, state.best = dict(able[0].metrics), dict(able[0].best)
     return found
 
 

@@ -27,8 +27,10 @@ from dataclasses import dataclass
 from errno import ENOLCK, ENOSPC, ENOSYS, EOPNOTSUPP
 from itertools import count
 from pathlib import Path
+from typing import Annotated
 
 from filelock import FileLock, Timeout
+from pydantic import Field
 
 from horizonml.errors import CheckpointError, JobError, PeerLost, is_out_of_files
 from horizonml.files import sync_folder
@@ -265,7 +267,7 @@ def _read(owner: Path) -> str:
     return "another process"
 
 
-_MOST = 10**18
+_Number = Annotated[int, Field(ge=0, lt=10**18)]
 
 
 @dataclass(frozen=True, order=True)
@@ -275,16 +277,8 @@ class Term:
     Generations are counted by a rendezvous service, and begin again when the whole job is started again.
     """
 
-    restarts: int  # how often the count of generations has begun again in this folder
-    generation: int
-
-    @classmethod
-    def of(cls, value: object) -> Term | None:
-        """Return the term that another rank reports as `[restarts, generation]`, or None if it reports none."""
-        numbers = value if isinstance(value, list) and len(value) == 2 else []
-        if not numbers or not all(type(number) is int and 0 <= number < _MOST for number in numbers):
-            return None
-        return cls(*numbers)
+    restarts: _Number  # how often the count of generations has begun again in this folder
+    generation: _Number
 
     @classmethod
     def after(cls, known: Iterable[Term | None], generation: int) -> Term:
@@ -294,17 +288,13 @@ class Term:
             return cls(newest.restarts if newest is not None else 0, generation)
         return cls(newest.restarts + 1, generation)  # all members are here, so it is not one that is over
 
-    def to_json(self) -> list[int]:
-        """Return what `of` reads."""
-        return [self.restarts, self.generation]
-
 
 class Fence:
     """Represents the announcements in one folder, as a member of one group."""
 
-    def __init__(self, folder: Path, word: str) -> None:
-        """`word` is unique to the group, and consists of letters and digits."""
-        self._folder, self._word = folder, word
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.word = ""  # unique to the group, of letters and digits
         self.term = Term(0, 0)  # of this group, which is chosen by what `newest` says on all disks
         self._before = self._announced()
 
@@ -322,7 +312,7 @@ class Fence:
             raise PeerLost(self._refusal(newer))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._file(self.term, self._word).touch()
+            self._file(self.term, self.word).touch()
             sync_folder(self._folder)
             for term, word in announced:
                 if term < self.term:
@@ -338,7 +328,7 @@ class Fence:
 
     def _newer(self, announced: Iterable[tuple[Term, str]]) -> Term | None:
         """Return the newest of the groups that this one must leave the folder to, if there are any."""
-        others = (term for term, word in announced if word != self._word and term >= self.term)
+        others = (term for term, word in announced if word != self.word and term >= self.term)
         return max(others, default=None)
 
     def _announced(self) -> list[tuple[Term, str]]:

@@ -6,12 +6,16 @@ from functools import cache
 
 from torch import Tensor
 
+from horizonml.comm.expected import instance, optional, plain
 from horizonml.comm.group import Group
 from horizonml.engine.local_steps import open_session
 from horizonml.engine.session import Session
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan
+from horizonml.runtime.life import Last
+from horizonml.runtime.restore import Copies
+from horizonml.state.resume import Memory, Recovery, agree_on_state
 from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
@@ -43,3 +47,14 @@ def state_of(session: Session) -> dict[str, Tensor]:
     stages = [stage.stage for stage in session.stages.values()]
     whole = [session.state.whole(session.group, stage.start, stage.stop) for stage in stages]
     return {key: value.clone() for tensors in whole for key, value in tensors.items()}
+
+
+def agreed_state(state: TrainState, begun: bool, group: Group) -> Recovery | None:
+    """Where a group goes on from, as its ranks agree when they introduce themselves."""
+    return agree_on_state(state, group.exchange(Memory.of(state, begun)))
+
+
+def copies_in(group: Group, last: Last | None) -> list[Copies | None]:
+    """What the ranks of a group have kept of one another's state."""
+    own = plain(Copies(last.generation, last.mirror.report())) if last is not None else None
+    return group.gather_json(own, optional(instance(Copies)))

@@ -25,8 +25,8 @@ from horizonml.machine.signals import StopRequest
 from horizonml.planner.planner import fixed_plan
 from horizonml.runtime.agreement import describe_data, model_for
 from horizonml.runtime.outcome import Outcome
-from horizonml.runtime.taking_up import find_unreadable
 from horizonml.runtime.trainer import train
+from horizonml.runtime.unreadable import find_unreadable
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent

@@ -14,7 +14,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.state.checkpoint import Checkpoints
-from horizonml.state.disks import Copy, Disks
+from horizonml.state.disks import Copy, Disks, Probe, find_disks
 from horizonml.state.shards import read_metadata, steps
 from horizonml.state.spec import Sgd
 from horizonml.tasks.task import InputSpec
@@ -22,11 +22,17 @@ from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
 
 
+def disks_in(folder: Path, group: Group) -> Disks:
+    """Find out who shares a folder."""
+    probe = Probe(folder)
+    return find_disks(probe, group.gather_json(probe.token), group)
+
+
 def keepers_of(rank: int, world_size: int, store: Store, folder: Path, nodes: list[str]) -> list[list[int]]:
     """The disks that keep the shard of each rank, where every rank has a disk and a stage of its own."""
     group = Group(store, rank, world_size, 30.0, nodes)
     try:
-        disks = Disks(folder / str(rank), group)
+        disks = disks_in(folder / str(rank), group)
         return [disks.keepers([member]) for member in range(world_size)]
     finally:
         group.close()
@@ -47,7 +53,7 @@ def copied(rank: int, world_size: int, store: Store, folder: Path, size: int, br
     """
     group = Group(store, rank, world_size, 30.0)
     try:
-        disks = Disks(folder / str(rank), group)
+        disks = disks_in(folder / str(rank), group)
         content = bytes(range(251)) * (size // 251 + 1)
         paths = [folder / str(other) / "file" for other in range(world_size)]
         if rank == 0:

@@ -22,7 +22,7 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.profile import Host
 from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import describe_together, make_plan
-from horizonml.runtime.capacity import find_hosts
+from horizonml.runtime.capacity import Capacity, find_hosts
 from horizonml.runtime.trainer import Outcome, train
 from horizonml.state.equal import share_state
 from horizonml.state.spec import Sgd
@@ -99,7 +99,7 @@ def test_a_run_that_measured_first_equals_one_that_did_not(pool: Pool, tmp_path:
 def hosts_of(rank: int, world_size: int, store: Store, nodes: list[str]) -> list[Host]:
     group = Group(store, rank, world_size, 30.0, nodes)
     try:
-        return find_hosts(group, rss_bytes())
+        return find_hosts(group, group.exchange(Capacity.here(group, rss_bytes())))
     finally:
         group.close()
 

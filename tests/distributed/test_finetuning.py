@@ -25,14 +25,13 @@ from horizonml.models.tuning import import_peft, selected
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
-from horizonml.runtime.agreement import agree_on_model, model_for
+from horizonml.runtime.agreement import check_weights, model_for
 from horizonml.runtime.life import Last
-from horizonml.runtime.recovery import rebuild
+from horizonml.runtime.restore import rebuild
 from horizonml.runtime.trainer import training_batch
 from horizonml.state.follow import needs
 from horizonml.state.mirror import Mirror
 from horizonml.state.move import move, senders
-from horizonml.state.resume import agree_on_state
 from horizonml.state.spec import Adam, Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
@@ -40,7 +39,7 @@ from horizonml.tasks.task import InputSpec
 from tests import models
 from tests.distributed import test_following as following
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import session_for, state_of
+from tests.distributed.sessions import agreed_state, copies_in, session_for, state_of
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
 from tests.programs import need_package
 
@@ -294,10 +293,11 @@ def lose(rank: int, world_size: int, store: Store, file: Path, lost: int, cuts: 
     copied = {name for kept in mirror.replicas.values() for replica in kept for name in replica.tensors()}
     members = [other for other in range(world_size) if other != lost]
     group = Group(PrefixStore("left", store), members.index(rank), len(members), 30.0)
-    recovery = agree_on_state(state, True, group)
+    recovery = agreed_state(state, True, group)
     assert recovery is not None
     if recovery.missing:
-        found_again = rebuild(own, info, state, Last(1, list(range(world_size)), mirror), recovery, group, members)
+        last = Last(1, list(range(world_size)), mirror)
+        found_again = rebuild(own, info, state, last, recovery, group, members, copies_in(group, last))
         assert not isinstance(found_again, str), found_again
         rebuilt: Any = found_again.holders
     else:
@@ -367,34 +367,24 @@ def test_a_newcomer_reads_what_is_frozen_and_receives_the_rest(pool: Pool, file:
         assert all(torch.equal(state[f"model/{name}"], weights[name]) for name in model.frozen)
 
 
-def other_file(rank: int, world_size: int, store: Store, files: list[Path]) -> str:
-    group = Group(store, rank, world_size, 30.0)
-    own = job(files[rank])
-    info = describe(own.data)
-    assert info is not None
-    try:
-        model, _ = agree_on_model(own, info, group)
-        again, notes = agree_on_model(own, info, group, model)
-        assert again is model
-        return "agreed " + "; ".join(notes)
-    except ModelError as error:
-        return str(error)
-    finally:
-        group.close()
-
-
-def test_all_ranks_must_have_the_same_file(pool: Pool, tmp_path: Path) -> None:
+def test_all_ranks_must_have_the_same_file(tmp_path: Path) -> None:
     one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
     tensors = write_weights(one, "backbone")
     save_file(tensors | {"0.weight": tensors["0.weight"] + 1}, other)
     (tmp_path / "copy").mkdir()
     copy = tmp_path / "copy" / "one.safetensors"
     copy.write_bytes(one.read_bytes())
-    told = "agreed model.weights: 19 of 19 tensors begin with the values of one.safetensors; 2,970 of 4,834 parameters"
-    assert pool.run(2, other_file, [one, copy]) == [f"{told} are trained, and the others are frozen"] * 2
-    found = pool.run(3, other_file, [one, copy, other])
-    assert len(set(found)) == 1
-    assert found[0].startswith("model.weights: rank 2 has another file than rank 0 (SHA-256 ")
-    found = pool.run(2, other_file, [one, tmp_path / "none"])
-    assert len(set(found)) == 1
-    assert found[0].startswith("rank 1: model.weights: ")
+    info = describe(job(one).data)
+    assert info is not None
+    read = [model_for(job(path), info).pretrained for path in (one, copy, other)]
+    (notes,) = {"; ".join(weights.notes) for weights in read[:2] if weights is not None}
+    assert notes == (
+        "model.weights: 19 of 19 tensors begin with the values of one.safetensors; 2,970 of 4,834 parameters are "
+        "trained, and the others are frozen"
+    )
+    digests = [weights.digest for weights in read if weights is not None]
+    check_weights(digests[:2])
+    with pytest.raises(ModelError, match=r"^model.weights: rank 2 has another file than rank 0 .SHA-256 "):
+        check_weights(digests)
+    with pytest.raises(ModelError, match=r"^model.weights: "):
+        model_for(job(tmp_path / "none"), info)

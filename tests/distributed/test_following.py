@@ -13,16 +13,14 @@ from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan, Stage, Sync
-from horizonml.runtime.recovery import hand_over
 from horizonml.state.follow import Following, followers
-from horizonml.state.move import holders, move, senders
-from horizonml.state.resume import agree_on_state
+from horizonml.state.move import hand_over, holders, move, senders
 from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for
-from tests.distributed.sessions import built, state_of
+from tests.distributed.sessions import agreed_state, built, state_of
 from tests.distributed.test_gradients import FULL, LR, RandomBatch
 
 ONE, ROOM = (1.0,), 1e9
@@ -208,7 +206,7 @@ def loses_a_sender(rank: int, world_size: int, store: Store) -> State | None:
 
     plan = ddp(15, 2.0, 1.0)
     group = Group(PrefixStore("left", store), rank - 1, 2, 30.0)
-    found = agree_on_state(state, True, group)
+    found = agreed_state(state, True, group)
     assert found is not None
     assert found.step == BEFORE + 2
     assert {tuple(found.holders[layer]) for layer in set(state.model.parameter_names().values())} == {(0,)}
@@ -298,7 +296,7 @@ def is_handed_over(rank: int, world_size: int, store: Store) -> State:
     hand_over(state, case.plan, group, leaves=rank != 2)
     group.close()
     if rank == 2:
-        found = agree_on_state(state, True, Group(None, 0, 1, 30.0))
+        found = agreed_state(state, True, Group(None, 0, 1, 30.0))
         assert found is not None
         assert (found.step, found.missing) == (BEFORE + 2, [])
     return {key: value.clone() for key, value in state.tensors().items()}

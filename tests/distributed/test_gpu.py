@@ -27,7 +27,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.profiling.measure import measure
-from horizonml.runtime.capacity import find_hosts, refuse_what_cannot_fit
+from horizonml.runtime.capacity import Capacity, find_hosts, refuse_what_cannot_fit
 from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import InputSpec
@@ -180,11 +180,11 @@ def test_a_plan_that_does_not_fit_the_memory_of_the_gpu_is_refused(monkeypatch: 
     model = build(ModelSpec(name="resnet18"), 0, 10, InputSpec.of((3, 32, 32)))
     plan = Plan((Stage(0, len(model.chain), (0,), ONE),))
     group = Group(None, 0, 1, 60.0)
-    refuse_what_cannot_fit(plan, model, 1, find_hosts(group, 0.0), ["here"])
+    refuse_what_cannot_fit(plan, model, 1, find_hosts(group, [Capacity.here(group, 0.0)]), ["here"])
     torch.cuda.set_per_process_memory_fraction(1e-4, gpu.device)
     try:
         with pytest.raises(PlanError, match="the plan cannot fit into memory: on here"):
-            refuse_what_cannot_fit(plan, model, 1, find_hosts(group, 0.0), ["here"])
+            refuse_what_cannot_fit(plan, model, 1, find_hosts(group, [Capacity.here(group, 0.0)]), ["here"])
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, gpu.device)
 

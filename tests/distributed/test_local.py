@@ -19,11 +19,10 @@ from horizonml.engine.local_steps import LocalSession, open_session
 from horizonml.errors import Diverged, PeerLost, PlanError
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan, Sync
-from horizonml.state.resume import agree_on_state
 from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import built, session_for, state_of
+from tests.distributed.sessions import agreed_state, built, session_for, state_of
 from tests.distributed.test_gradients import FULL, LR, Case, RandomBatch, distance, train
 
 PLAIN = Sgd(momentum=0.0, weight_decay=1e-3)
@@ -283,7 +282,7 @@ def interrupted(rank: int, world_size: int, store: Store, case: Locally, steps: 
         return {}
     ranks = [one for one in range(world_size) if one != lost]
     group = Group(PrefixStore("second", store), ranks.index(rank), len(ranks), 30.0)
-    found = agree_on_state(state, True, group)
+    found = agreed_state(state, True, group)
     assert found is not None
     assert found.step == steps // 4 * 4
     plan = replace(case, members=(case.members[0][:-1],)).plan(len(model.chain))
@@ -335,7 +334,7 @@ def unsure(
     state = session.state
     before = state.step, state.next
     group = Group(PrefixStore("second", store), rank, world_size, 30.0)
-    assert agree_on_state(state, True, group) is not None
+    assert agreed_state(state, True, group) is not None
     group.close()
     return *before, {key: value.clone() for key, value in state.tensors().items()}
 

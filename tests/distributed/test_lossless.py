@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
+from horizonml.comm.expected import instance, plain
 from horizonml.comm.group import Group
 from horizonml.data.choose import describe, load
 from horizonml.data.dataset import DataInfo
@@ -22,16 +23,17 @@ from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.agreement import model_for
 from horizonml.runtime.life import Last
-from horizonml.runtime.recovery import crowded, rebuild
+from horizonml.runtime.restore import crowded, rebuild
 from horizonml.runtime.trainer import training_batch
-from horizonml.state.mirror import Mirror, buddy, keepers, owners, rebuilds
+from horizonml.state.average import Best
+from horizonml.state.mirror import Mirror, Report, buddy, keepers, owners, rebuilds
 from horizonml.state.move import move, senders
-from horizonml.state.resume import Held, Recovery, agree_on_state, newest
+from horizonml.state.resume import Held, Memory, Recovery, newest
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import Batch
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import state_of
+from tests.distributed.sessions import agreed_state, copies_in, state_of
 
 ONE, LAYERS, LR = (1.0,), 15, 0.1
 CLIP_NORM = 0.5  # less than the norm of most steps
@@ -136,13 +138,13 @@ def lose(
     group.close()
     members = [other for other in range(world_size) if other != lost]
     group = Group(PrefixStore("left", store), members.index(rank), len(members), 30.0)
-    recovery = agree_on_state(state, True, group)
+    recovery = agreed_state(state, True, group)
     assert recovery is not None
     gone = [layer for stage in plan.stages if stage.ranks == (lost,) for layer in range(stage.start, stage.stop)]
     stateful = set(state.model.parameter_names().values())
     assert recovery.missing == [layer for layer in gone if layer in stateful]
     last = Last(1, list(range(world_size)), mirror)
-    rebuilt = rebuild(job(name, clip_norm), described(), state, last, recovery, group, members)
+    rebuilt = rebuild(job(name, clip_norm), described(), state, last, recovery, group, members, copies_in(group, last))
     group.close()
     if isinstance(rebuilt, str):
         return rebuilt
@@ -258,12 +260,12 @@ def test_where_memory_is_short_nothing_is_mirrored() -> None:
 
 
 def test_a_stage_that_was_lost_with_its_copy_cannot_be_rebuilt() -> None:
-    report: dict[str, Any] = {"replicas": {"1": [4]}, "log": 4}
+    report, none = Report({1: [4]}, 4), Report({}, 4)
     assert rebuilds(PIPELINE, [6], {0: report, 2: report}) is not None
     assert rebuilds(PIPELINE, [6], {0: report}) is None  # a neighbour's messages are missing
-    assert rebuilds(PIPELINE, [6], {0: report, 2: {"replicas": {}, "log": 4}}) is not None
-    assert rebuilds(PIPELINE, [6], {0: {"replicas": {}, "log": 4}, 2: {"replicas": {}, "log": 4}}) is None
-    assert rebuilds(PIPELINE, [6], {0: {"replicas": {}, "log": 5}, 2: report}) is None  # from after the copy
+    assert rebuilds(PIPELINE, [6], {0: report, 2: none}) is not None
+    assert rebuilds(PIPELINE, [6], {0: none, 2: none}) is None
+    assert rebuilds(PIPELINE, [6], {0: Report({}, 5), 2: report}) is None  # from after the copy
     assert rebuilds(PLANS["before members"], [7], {0: report}) is None  # had members, and all are lost
 
 
@@ -275,10 +277,11 @@ def test_the_newest_step_counts_and_who_is_prepared_for_it_has_it() -> None:
     found = newest([behind, ahead], [True, True, False])
     assert found == Recovery(5, [[1], [], [0, 1]])
     assert found.missing == [1]
-    assert Held.from_json(prepared.to_json()) == prepared
-    for damaged in (None, [1], [True, True, []], ["4", True, []], [4, True, ["0"]]):
-        with pytest.raises(PeerLost, match="does not say"):
-            Held.from_json(damaged)
+    memory = Memory(prepared, 0.5, {"step": 4}, {"kept": Best(metric="held_out_loss", value=0.5, step=3)})
+    assert instance(Memory)(plain(memory)) == memory
+    for damaged in (None, [1], {"step": True}, {"step": "4"}, {"step": 4, "prepared": True, "layers": ["0"]}):
+        with pytest.raises(ValueError, match=r"valid|object|required"):
+            instance(Held)(damaged)
 
 
 def miss(
@@ -311,7 +314,7 @@ def miss(
     if missing is not None:
         group.close()
         group = Group(PrefixStore("second", store), rank, world_size, 30.0)
-        recovery = agree_on_state(state, True, group)
+        recovery = agreed_state(state, True, group)
         assert recovery is not None
         assert recovery.step == 4
         move(state, senders(recovery.holders, plan), group)

@@ -16,12 +16,11 @@ from horizonml.engine.verdict import Verdict
 from horizonml.errors import PeerLost
 from horizonml.machine.signals import StopRequest
 from horizonml.plan.plan import Plan, Stage, Sync
-from horizonml.runtime.joining import Place
 from horizonml.runtime.life import Last, Life
-from horizonml.runtime.recovery import crowded, hand_over, recover
-from horizonml.state.mirror import Mirror, Rebuild, buddy, keepers, owners, rebuilds
+from horizonml.runtime.restore import Place, crowded, recover
+from horizonml.state.mirror import Mirror, Rebuild, Report, buddy, keepers, owners, rebuilds
+from horizonml.state.move import hand_over
 from horizonml.state.parts import Part, joined
-from horizonml.state.resume import agree_on_state
 from horizonml.state.runfolder import RunFolder
 from horizonml.tasks.task import Batch
 from horizonml.telemetry.lifeline import Lifeline
@@ -29,7 +28,7 @@ from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import Source
 from horizonml.telemetry.sinks import Feeds
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import state_of
+from tests.distributed.sessions import agreed_state, copies_in, state_of
 from tests.distributed.test_lossless import CLIP_NORM, LAYERS, LR, Batches, described, fresh, job, session_on
 
 FAST, SLOW = 1e9, 6_000.0  # bytes per second: a copy with every step, or one in several
@@ -123,9 +122,12 @@ def go_on(rank: int, world_size: int, store: Store, folder: Path, scene: Scene, 
     feeds = Feeds(about.telemetry, folder)
     life = Life(about, rank, world_size, Metrics(rank), StopRequest(), place, False, lifeline, feeds)
     life.state, life.last = state, last
-    found = agree_on_state(state, True, group)
+    found = agreed_state(state, True, group)
     assert found is not None
-    source, _ = recover(life, described(), found, scene.after, Place(group, members, said.append))
+    if set(last.members) <= set(members):
+        last.mirror.keep_parts(state)
+    copies = copies_in(group, last)
+    source, _ = recover(life, described(), found, scene.after, Place(group, members, said.append), copies)
     step = state.step
     if source is None:
         group.close()
@@ -262,12 +264,9 @@ def test_members_keep_copies_for_each_other_on_another_machine() -> None:
 def test_the_copies_of_one_step_are_taken() -> None:
     plan = split(1.0, 1.0, 1.0)
 
-    def report(**replicas: list[int]) -> dict[str, object]:
-        return {"replicas": {name.removeprefix("of_"): steps for name, steps in replicas.items()}, "log": None}
-
-    ahead, behind = report(of_0=[7, 8], of_2=[7, 8]), report(of_1=[6, 7], of_0=[6, 7])
+    ahead, behind = Report({0: [7, 8], 2: [7, 8]}, None), Report({1: [6, 7], 0: [6, 7]}, None)
     assert rebuilds(plan, [3], {0: ahead, 1: behind}) == [Rebuild((0, 1, 2), 7, 1, (1, 1, 0), ())]
-    assert rebuilds(plan, [3], {0: ahead, 1: report(of_1=[6])}) is None
+    assert rebuilds(plan, [3], {0: ahead, 1: Report({1: [6]}, None)}) is None
     assert rebuilds(plan, [3], {0: ahead}) is None
 
 

@@ -26,7 +26,6 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.trainer import train
 from horizonml.state.average import STOPPING, Best
-from horizonml.state.resume import agree_on_state
 from horizonml.state.saver import find_best
 from horizonml.state.shards import read_metadata, step_of, steps
 from horizonml.state.spec import Sgd
@@ -36,7 +35,7 @@ from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import session_for
+from tests.distributed.sessions import agreed_state, session_for
 from tests.distributed.test_training import HYBRID3, Kind, equal, run, whole
 from tests.records import image_info, run_info
 from tests.tasks import KINDS, WeightedRegression
@@ -182,7 +181,7 @@ def told(rank: int, world_size: int, store: Store, done: list[int]) -> tuple[dic
     if state.step:
         state.metrics = {"step": 6, "held_out_loss": 0.5 + rank}
         state.best = {STOPPING: Best(metric="held_out_loss", value=0.25 + rank, step=3, waited=1)}
-    found = agree_on_state(state, state.step > 0, group)
+    found = agreed_state(state, state.step > 0, group)
     group.close()
     assert found is not None
     return state.metrics, state.best, found.step

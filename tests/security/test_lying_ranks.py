@@ -97,12 +97,12 @@ def test_all_values_together_are_bounded(pool: Pool) -> None:
 
 def keeps_files(rank: int, world_size: int, store: Store, folder: str, lie: str) -> str:
     """Find out who shares a disk; rank 1 says something else."""
-    from horizonml.state.disks import Disks
+    from tests.distributed.test_disks import disks_in
     from tests.security.liars import member
 
     group = member(store, rank, world_size, lie, lambda value: value == 0)
     try:
-        Disks(Path(folder), group)
+        disks_in(Path(folder), group)
     except PeerLost as error:
         return str(error)
     finally:

@@ -18,7 +18,7 @@ from horizonml.machine.accelerator import Compute, Readings, choose_device, comp
 from horizonml.machine.resources import available_cores
 from horizonml.planner.devices import load_cluster, read_profile, write_cluster
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
-from horizonml.runtime.capacity import find_hosts, use_device
+from horizonml.runtime.capacity import Capacity, find_hosts, use_device
 from horizonml.runtime.planning import _here, plan_job
 
 
@@ -132,13 +132,13 @@ def test_a_plan_for_a_device_that_is_not_here_is_refused(
 
 def test_a_gpu_is_a_host_with_a_memory_of_its_own(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(None, 0, 1, 60.0, ["here"])
-    (processor,) = find_hosts(group, 0.0)
+    (processor,) = find_hosts(group, [Capacity.here(group, 0.0)])
     assert group.devices == {}
     monkeypatch.setattr(accelerator, "_used", [Gpu(torch.device("cuda", 0), "GPU 0")])
-    assert find_hosts(group, 0.0) == [Host((0,), 1.0, 6 * 2.0**30)]
+    assert find_hosts(group, [Capacity.here(group, 0.0)]) == [Host((0,), 1.0, 6 * 2.0**30)]
     assert group.devices == {0: "cuda:0"}
     monkeypatch.setattr(accelerator, "_used", [Gpu(torch.device("cuda", 0), "GPU 0", shared=True)])
-    (shared,) = find_hosts(group, 0.0)
+    (shared,) = find_hosts(group, [Capacity.here(group, 0.0)])
     assert shared.memory == min(processor.memory, 6 * 2.0**30)
 
 

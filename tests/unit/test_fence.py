@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from horizonml.comm.expected import instance, plain
 from horizonml.errors import CheckpointError, PeerLost
+from horizonml.state.checkpoint import Found
 from horizonml.state.runfolder import Fence, Term
 from horizonml.state.saver import clean
 
 
 def fence(folder: Path, term: Term, word: str = "") -> Fence:
     """What a group that formed with this term has in its hands, whether it has begun or not."""
-    found = Fence(folder, word or f"word{term.generation}")
-    found.term = term
+    found = Fence(folder)
+    found.term, found.word = term, word or f"word{term.generation}"
     return found
 
 
@@ -25,9 +27,19 @@ def test_terms_follow_generations_and_count_the_starts_of_a_job() -> None:
     assert Term.after([Term(2, 5), Term(0, 9)], 7) == Term(2, 7)
 
 
-@pytest.mark.parametrize("value", [None, 3, [1], [1, 2, 3], [1, "2"], [True, 1], [0, -1], [0, 10**30], {"restarts": 1}])
-def test_what_no_rank_reports_of_itself_is_no_term(value: object) -> None:
-    assert Term.of(value) is None
+def test_what_a_rank_has_found_in_the_folder_is_checked() -> None:
+    found = Found("0" * 32, Term(1, 2), 3)
+    assert instance(Found)(plain(found)) == found
+    for wrong in (
+        3,
+        [1],
+        {"restarts": 1},
+        *({"restarts": a, "generation": b} for a, b in ((1, "2"), (True, 1), (0, -1), (0, 10**30))),
+    ):
+        with pytest.raises(ValueError, match="term"):
+            instance(Found)(plain(found) | {"term": wrong})
+    with pytest.raises(ValueError, match="token"):
+        instance(Found)(plain(found) | {"token": "../x"})
 
 
 def test_a_group_that_is_over_may_neither_begin_nor_write(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_process_without_descriptors_takes_no_checkpoint_for_damaged(tmp_path:
                 with opened(tmp_path, {path.name: shard}):
                     pass
             case _:
-                Fence(tmp_path, "word")
+                Fence(tmp_path)
 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))

@@ -10,7 +10,7 @@ import pytest
 from horizonml.errors import JobError
 from horizonml.job.jobfile import parse
 from horizonml.runtime.trainer import Evaluations, recorded
-from horizonml.state.average import KEPT, STOPPING, Best, Scales, best_from, decay_of, sources
+from horizonml.state.average import KEPT, STOPPING, Best, Scales, decay_of, sources
 from horizonml.state.optim import learning_rate
 from horizonml.state.saver import superfluous
 from horizonml.state.spec import Ema, LrSchedule
@@ -133,12 +133,6 @@ def test_averages_replace_the_parameters_that_have_one() -> None:
     names = ["model/a", "model/b", "optimizer/a/average", "optimizer/a/momentum_buffer"]
     assert sources(names, average=False) == {"a": "model/a", "b": "model/b"}
     assert sources(names, average=True) == {"a": "optimizer/a/average", "b": "model/b"}
-
-
-def test_what_peers_report_of_the_best_evaluation_is_checked() -> None:
-    found = {KEPT: Best(metric="held_out_loss", value=0.5, step=3)}
-    assert best_from(json.loads(json.dumps({KEPT: found[KEPT].model_dump()}))) == found
-    assert best_from([1]) == best_from({KEPT: {"metric": 1}}) == {}
 
 
 def test_factors_of_steps_that_are_done_again_are_replaced() -> None:

@@ -1,6 +1,7 @@
-"""Brings the state in the ranks' memory to a new group and its plan, and prepares for the next loss.
+"""Restores the state when a group begins: from the ranks' memory, from a checkpoint, or to step 0.
 
-It also rebuilds the layers that only lost ranks held, from their replicas and the messages that were sent to them.
+It also rebuilds the layers that only lost ranks held, from their replicas and the messages that were sent to them, and
+prepares for the next loss.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from safetensors.torch import load as parse
 from safetensors.torch import save as serialise
 from torch import Tensor
 
-from horizonml.comm.expected import boolean, fields, items, mapping, number, optional, text, whole
+from horizonml.comm.expected import fields, items, number, optional, text, whole
 from horizonml.comm.group import Group
-from horizonml.comm.work import Messages, Work
+from horizonml.comm.work import Messages
 from horizonml.data.choose import load
 from horizonml.data.dataset import DataInfo
 from horizonml.data.sampler import sampler_for
@@ -29,12 +30,13 @@ from horizonml.job.schema import Job
 from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan, Stage
 from horizonml.profiling.probe import probe_network
-from horizonml.runtime.agreement import Measured
-from horizonml.runtime.joining import Place, who_follows
+from horizonml.runtime.agreement import known
 from horizonml.runtime.life import Last, Life
 from horizonml.runtime.trainer import training_batch
-from horizonml.state.mirror import Mirror, Rebuild, Replica, buddy, owners, rebuilds, together
-from horizonml.state.move import holders, move, senders
+from horizonml.state.checkpoint import Checkpoints
+from horizonml.state.follow import who_follows
+from horizonml.state.mirror import Mirror, Rebuild, Replica, Report, buddy, owners, rebuilds, together
+from horizonml.state.move import move, senders
 from horizonml.state.optim import learning_rate
 from horizonml.state.parts import joined, name_of
 from horizonml.state.resume import Recovery
@@ -45,55 +47,104 @@ from horizonml.telemetry.record import Source
 from horizonml.text import human_bytes
 
 _MOST_RANKS = 4096
+Say = Callable[[str], None]  # tells the user, on rank 0
 _COPY = "copy"  # begins the names of copies, whereas the names of messages begin with a step
 
 
+@dataclass(frozen=True)
+class Place:
+    """Describes the group in which a rank recovers."""
+
+    group: Group
+    started_as: list[int]  # the rank that each member was started as
+    say: Say
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What a rank kept of other ranks' state in the group that it was in before."""
+
+    generation: int
+    report: Report
+
+
 def rebuild(
-    job: Job, info: DataInfo, state: TrainState, lost: Last | None, found: Recovery, group: Group, members: list[int]
+    job: Job,
+    info: DataInfo,
+    state: TrainState,
+    lost: Last | None,
+    found: Recovery,
+    group: Group,
+    members: list[int],
+    copies: Sequence[Copies | None],
 ) -> Recovery | str:
     """Return where to go on from once the missing layers have been rebuilt, or why they cannot be.
 
-    All ranks of the new group call this; `members` are its ranks as they were started. Raises PeerLost.
+    All ranks of the new group call this; `members` are its ranks as they were started, and `copies` what each of them
+    has. Raises PeerLost.
     """
-    if lost is not None and set(lost.members) <= set(members):
-        lost.mirror.keep_parts(state)  # the group has broken, but perhaps nothing is lost
-    own = [lost.generation, lost.mirror.report()] if lost is not None else None
-    reports = group.gather_json(own, optional(fields(whole(), _report)))
-    last = max((report[0] for report in reports if report is not None), default=None)
-    survivors = [rank for rank, report in enumerate(reports) if report is not None and report[0] == last]
+    last = max((one.generation for one in copies if one is not None), default=None)
+    survivors = {rank: one.report for rank, one in enumerate(copies) if one is not None and one.generation == last}
     if not survivors:
         return "no rank that is left keeps copies of the others' state"
     plans: list[Any] | None = None
-    if group.rank == survivors[0]:
+    if group.rank == min(survivors):  # a newcomer does not know the plan of the lost group
         assert lost is not None
         place = {lost.members.index(members[rank]): rank for rank in survivors}
-        kept = {old: reports[rank][1] for old, rank in place.items()}
+        kept = {old: survivors[rank] for old, rank in place.items()}
         chosen = rebuilds(lost.mirror.plan, found.missing, kept, lost.mirror.ties)
         if chosen is not None:
             plans = []
             for one in chosen:
                 places = [[old, place[old]] for old in one.sources]
                 plans.append([one.owners, one.step, place[one.builder], one.copies, one.keepers, places])
-    plans = group.broadcast(plans, survivors[0], optional(items(_rebuild_for(group.world_size, found.step))))
-    if plans is None:
+    read = optional(items(_rebuild_for(group.world_size, found.step)))
+    chosen_plans = group.broadcast(plans, min(survivors), read)
+    if chosen_plans is None:
         return "a rank and the copy of its state were lost together, or the copy cannot be used"
+    parts = [_Part(how, places, found.step) for how, places in chosen_plans]
+    kept_here = [part.kept(lost, group.rank) for part in parts]
+    contents = [
+        serialise(kept) if group.rank != part.how.builder else b"" for part, kept in zip(parts, kept_here, strict=True)
+    ]
+    told = group.gather_json([list(map(len, contents)), _room(group)], fields(items(whole()), number))
+    _check_room(parts, told)
+    problem = None
+    for index, (part, own, content) in enumerate(zip(parts, kept_here, contents, strict=True)):
+        received = part.bring(own, content, [sizes[index] for sizes, _ in told], group)
+        if received is not None and problem is None:
+            assert lost is not None
+            problem = part.repeat(job, info, state, lost, received)
+    held = group.gather_json([problem, state.layers()], fields(optional(text), items(whole())))
+    for said, _ in held:
+        if said is not None:
+            return str(said)
     holders = [list(ranks) for ranks in found.holders]
-    for how, places in plans:
-        part = _Part(how, places, found.step)
-        problem = part.run(job, info, state, lost, group)
-        if problem is not None:
-            return problem
-    held = group.gather_json(state.layers(), items(whole()))
     for layer in found.missing:
-        holders[layer] = [rank for rank, layers in enumerate(held) if layer in layers]
+        holders[layer] = [rank for rank, (_, layers) in enumerate(held) if layer in layers]
     done = Recovery(found.step, holders)
     return done if not done.missing else f"layers {done.missing} could not be rebuilt"
 
 
-def _report(value: Any) -> dict[str, Any]:
-    """Return what a rank could contribute, as `Mirror.report` says it."""
-    log = optional(whole())(value["log"])
-    return {"replicas": mapping(items(whole()))(value["replicas"]), "log": log}
+def _room(group: Group) -> float:
+    """Return the bytes that are left for this rank."""
+    return memory_left(processes=group.hosts.count(group.hosts[group.rank]))
+
+
+def _check_room(parts: Sequence[_Part], told: Sequence[Sequence[Any]]) -> None:
+    """Raise PeerLost on all ranks unless builders have memory for what the others announce, twice over.
+
+    `told[r]` is the bytes that rank r has for each part, and the bytes that are left there.
+    """
+    announced = dict.fromkeys((part.how.builder for part in parts), 0)
+    for index, part in enumerate(parts):
+        announced[part.how.builder] += sum(told[new][0][index] for new in part.places.values())
+    for builder, size in announced.items():
+        if 2 * size > told[builder][1]:  # once more when it is read
+            raise PeerLost(
+                f"ranks announced {human_bytes(size)} to rebuild a lost rank's layers on rank {builder}, which has "
+                f"{human_bytes(told[builder][1])} of memory left"
+            )
 
 
 def _rebuild_for(world_size: int, until: int) -> Callable[[Any], tuple[Rebuild, dict[int, int]]]:
@@ -122,54 +173,45 @@ class _Part:
     places: dict[int, int]
     until: int
 
-    def run(self, job: Job, info: DataInfo, state: TrainState, lost: Last | None, group: Group) -> str | None:
-        """Bring copies and messages to the builder, which repeats the work; return what went wrong, on all ranks."""
-        mine = next((old for old, new in self.places.items() if new == group.rank), None)
-        kept: dict[str, Tensor] = {}
-        if mine is not None:
-            assert lost is not None
-            kept = self._kept(mine, lost.mirror)
-        content = serialise(kept) if group.rank != self.how.builder else b""
-        sizes = group.gather_json(len(content), whole())
-        self._check_room(sizes, group)
-        received = {}
-        tag = group.channel("mirror").tag(group.world_size + self.how.owners[0])
-        works: list[tuple[Work, int, Tensor]] = []
-        if group.rank == self.how.builder:
-            for old, new in self.places.items():
-                if new == group.rank:
-                    received[old] = kept
-                else:
-                    into = torch.empty(sizes[new], dtype=torch.uint8)
-                    works.append((group.receive(into, new, tag), new, into))
-        elif mine is not None:
-            out = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            works.append((group.send(out, self.how.builder, tag), self.how.builder, out))
-        for work, peer, _ in works:
-            group.wait(work, peer)
-        problem = None
-        if group.rank == self.how.builder:
-            old_of = {new: old for old, new in self.places.items()}
-            for _, peer, into in works:
-                received[old_of[peer]] = _parse(into)
-            assert lost is not None
-            try:
-                self._repeat(job, info, state, lost, received)
-            except Exception as error:
-                if not isinstance(error, HorizonError) and not is_out_of_memory(error):
-                    raise
-                problem = f"repeating the steps of a lost rank failed: {error}"
-        return next((said for said in group.gather_json(problem, optional(text)) if said is not None), None)
+    def kept(self, lost: Last | None, rank: int) -> dict[str, Tensor]:
+        """Return what this rank of the new group has for the builder, by names that say what it is."""
+        mine = next((old for old, new in self.places.items() if new == rank), None)
+        if mine is None:
+            return {}
+        assert lost is not None
+        return self._kept(mine, lost.mirror)
 
-    def _check_room(self, sizes: list[int], group: Group) -> None:
-        """Raise PeerLost on all ranks unless the builder has memory for what the others announce, twice over."""
-        announced = 2 * sum(sizes[new] for new in self.places.values())  # once more when it is read
-        left = group.gather_json(memory_left(processes=group.hosts.count(group.hosts[group.rank])), number)
-        if announced > left[self.how.builder]:
-            raise PeerLost(
-                f"ranks announced {human_bytes(announced / 2)} to rebuild a lost rank's layers on rank "
-                f"{self.how.builder}, which has {human_bytes(left[self.how.builder])} of memory left"
-            )
+    def bring(
+        self, kept: dict[str, Tensor], content: bytes, sizes: Sequence[int], group: Group
+    ) -> dict[int, dict[str, Tensor]] | None:
+        """Bring copies and messages to the builder, and return there what it has from whom. Raises PeerLost."""
+        builder, tag = self.how.builder, group.channel("mirror").tag(group.world_size + self.how.owners[0])
+        if group.rank == builder:
+            arriving = {
+                old: (new, torch.empty(sizes[new], dtype=torch.uint8))
+                for old, new in self.places.items()
+                if new != group.rank
+            }
+            for new, work in [(new, group.receive(into, new, tag)) for new, into in arriving.values()]:
+                group.wait(work, new)
+            own = {old: kept for old, new in self.places.items() if new == group.rank}
+            return own | {old: _parse(into) for old, (_, into) in arriving.items()}
+        if group.rank in self.places.values():
+            out = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            group.wait(group.send(out, builder, tag), builder)
+        return None
+
+    def repeat(
+        self, job: Job, info: DataInfo, state: TrainState, lost: Last, received: dict[int, dict[str, Tensor]]
+    ) -> str | None:
+        """Repeat the owners' work, on the builder; return what went wrong."""
+        try:
+            self._repeat(job, info, state, lost, received)
+        except Exception as error:
+            if not isinstance(error, HorizonError) and not is_out_of_memory(error):
+                raise
+            return f"repeating the steps of a lost rank failed: {error}"
+        return None
 
     def _kept(self, mine: int, mirror: Mirror) -> dict[str, Tensor]:
         """Return what this rank, `mine` in the old group, has for the builder: copies, and messages by step and tag."""
@@ -268,9 +310,9 @@ _LOG_SHARE = 0.2  # likewise, for the messages that a rank keeps
 
 
 def recover(
-    life: Life, info: DataInfo, found: Recovery, plan: Plan, place: Place
+    life: Life, info: DataInfo, found: Recovery, plan: Plan, place: Place, copies: Sequence[Copies | None]
 ) -> tuple[Source | None, frozenset[int]]:
-    """Bring the state that ranks have in memory to a plan; all ranks of the group call this.
+    """Bring the state that ranks have in memory to a plan; all ranks of the group call this, with all ranks' copies.
 
     Return where the state was taken from, or None if it is not complete, and the ranks that are to follow the others
     until they have it, too. Raises PeerLost.
@@ -278,7 +320,7 @@ def recover(
     state, source = life.state, Source.MEMORY
     assert state is not None
     if found.missing:
-        rebuilt = rebuild(life.job, info, state, life.last, found, place.group, place.started_as)
+        rebuilt = rebuild(life.job, info, state, life.last, found, place.group, place.started_as, copies)
         if isinstance(rebuilt, str):
             place.say(f"the state of step {found.step} cannot be completed without the lost ranks: {rebuilt}")
             state.drop()
@@ -287,71 +329,62 @@ def recover(
     if state.parts:
         state.keep([])  # parts of a group that is over are no layers
     moves = senders(found.holders, plan)
-    following = who_follows(state, moves, found, plan, place)
-    move(state, [one for one in moves if one[2] not in following], place.group)
+    following = who_follows(state, moves, found.holders, plan, place.group, place.say)
+    moves = [one for one in moves if one[2] not in following]
+    if moves:
+        move(state, moves, place.group)
     if place.group.rank in following:
         state.drop()
     state.step, state.valid = found.step, place.group.rank not in following
     return source, following
 
 
-def hand_over(state: TrainState, plan: Plan, group: Group, leaves: bool) -> None:
-    """Bring the layers that only leaving ranks hold to ranks that stay, and make whole what the members had split.
+@dataclass(frozen=True)
+class Spare:
+    """What a rank says of its memory before ranks keep copies of each other's state."""
 
-    All ranks call this, without a session. Raises PeerLost.
-    """
-    told = group.gather_json([leaves, state.valid], fields(boolean, boolean))
-    leaving = [rank for rank, (gone, _) in enumerate(told) if gone]
-    staying = [rank for rank in range(group.world_size) if rank not in leaving]
-    if not staying:
-        return
-    state.join(group)
-    if not state.valid:  # this rank follows; whatever it is handed is valid, and all it has
-        state.drop()
-        state.valid = True
-    plan = plan.without([rank for rank, (_, valid) in enumerate(told) if not valid])
-    last = [(layer, ranks[0]) for layer, ranks in enumerate(holders(plan)) if all(rank in leaving for rank in ranks)]
-    move(state, [(layer, rank, staying[n % len(staying)]) for n, (layer, rank) in enumerate(last)], group)
+    size: int  # bytes of the state that only this rank holds
+    left: float
+    measured: bool  # whether this rank knows the links
+
+    @classmethod
+    def here(cls, life: Life, session: Trainer, place: Place) -> Spare:
+        """Return that of this rank."""
+        size = session.state.bytes() if session.group.rank in owners(session.plan) else 0
+        measured = known(life.measured, life.measured_for, place.started_as)
+        return cls(size, _room(session.group), measured is not None)
 
 
-def known(life: Life, started_as: Sequence[int]) -> Measured | None:
-    """Return what an earlier group has measured, if that includes all ranks of this one."""
-    if life.measured is None or not set(started_as) <= set(life.measured_for):
-        return None
-    return life.measured.among([life.measured_for.index(rank) for rank in started_as])
-
-
-def mirror_for(life: Life, session: Trainer, place: Place) -> Mirror | None:
+def mirror_for(life: Life, session: Trainer, place: Place, spare: Sequence[Spare] | None = None) -> Mirror | None:
     """Return what copies the state of ranks to each other's memory, if the plan needs that and there is room for it.
 
-    All ranks of the group call this.
+    All ranks of the group call this; `spare` is what each has to spare, if they know it already.
     """
     recovery, group, plan = life.job.recovery, session.group, session.plan
     group.log = None  # drops that of an earlier plan
     if not recovery.mirror or not owners(plan):
         return None
-    left = memory_left(processes=group.hosts.count(group.hosts[group.rank]))
-    size = session.state.bytes() if group.rank in owners(plan) else 0
-    measured = known(life, place.started_as)
-    spare = group.gather_json([size, left, measured is not None], fields(whole(), number, boolean))
-    short = crowded(plan, [size for size, *_ in spare], [room for _, room, _ in spare], group.hosts)
+    measured = known(life.measured, life.measured_for, place.started_as)
+    if spare is None:
+        spare = group.exchange(Spare.here(life, session, place))
+    short = crowded(plan, [one.size for one in spare], [one.left for one in spare], group.hosts)
     if short is not None:
         rank, needed = short
         place.say(
             f"warning: ranks keep no copies of each other's state: rank {rank} would need {human_bytes(needed)} "
-            f"for them, with {human_bytes(spare[rank][1])} left. If a rank is lost that alone holds some "
+            f"for them, with {human_bytes(spare[rank].left)} left. If a rank is lost that alone holds some "
             "state, all go on from a checkpoint (recovery.mirror: false turns copies and this warning off)"
         )
         return None
     assumed = _ASSUMED_BANDWIDTH
-    if not all(knows for *_, knows in spare) and len(set(group.hosts)) > 1:
+    if not all(one.measured for one in spare) and len(set(group.hosts)) > 1:
         # Copies that are sent too fast fill a slow link, and the messages of steps wait behind them.
         assumed = min(assumed, probe_network(group).bandwidth)
 
     def speed(to: int) -> float:
         return measured.network.between(group.rank, to).bandwidth if measured is not None else assumed
 
-    log_bytes = min(recovery.log_bytes, int(left * _LOG_SHARE))
+    log_bytes = min(recovery.log_bytes, int(spare[group.rank].left * _LOG_SHARE))
     return Mirror(plan, session.state, group, speed, recovery.mirror_budget, log_bytes)
 
 
@@ -372,3 +405,63 @@ def crowded(
     ]
     worst = max(range(plan.world_size), key=lambda rank: needed[rank] / max(1.0, left[rank]))
     return (worst, needed[worst]) if needed[worst] > left[worst] * _MIRROR_SHARE else None
+
+
+def is_older_than_disk(life: Life, step: int, checkpoints: Checkpoints | None, say: Say) -> bool:
+    """Return whether a checkpoint is newer than the newest state in memory, which is dropped then.
+
+    That happens if all ranks that held a newer state are lost, and one that was lost long before them is back.
+    """
+    newer = checkpoints.newer_than(step) if checkpoints is not None else None
+    if newer is None:
+        return False
+    assert life.state is not None
+    life.state.drop()
+    say(f"the state in memory is that of step {step}: going on from the checkpoint of step {newer} instead")
+    return True
+
+
+def restore(
+    life: Life,
+    session: Trainer,
+    checkpoints: Checkpoints | None,
+    first: bool,
+    anew: bool,
+    source: Source | None,
+    say: Say,
+) -> Source | None:
+    """Restore the state from a checkpoint, or bring it to the beginning. Raises HorizonError.
+
+    `source` says where it has been taken from already, if it has. A run that starts `anew` takes no checkpoint of the
+    earlier run. Return where it was taken from, None if the run begins with this group.
+    """
+    if source is None:
+        found = _from_disk(life, session, checkpoints, first, anew, say)
+        source = None if first else Source.DISK if found else Source.START
+    life.begun, life.awaited = True, None
+    return source
+
+
+def _from_disk(
+    life: Life, session: Trainer, checkpoints: Checkpoints | None, first: bool, anew: bool, say: Say
+) -> bool:
+    """Bring the state to the newest checkpoint, or to the beginning; return whether there was a checkpoint."""
+    state, found = session.state, None
+    if checkpoints is None:
+        if not first:
+            raise PeerLost(
+                "a lost rank alone held some of the layers, and no copy of them can be used; with checkpoints "
+                "(checkpoint.enabled: true) the others would go on from the newest one",
+                ends_job=True,
+            )
+    elif anew:
+        pass  # those that there are belong to the earlier run, which is moved away before the first step
+    elif first and not life.job.checkpoint.resume:
+        checkpoints.set_aside()
+    else:
+        found = checkpoints.resume(state, session.plan)
+    if found is None and (state.step or not state.valid):
+        state.restart()
+    if not first and found is None:
+        say("no checkpoint had been saved: training begins again at step 0")
+    return found is not None
