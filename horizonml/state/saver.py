@@ -32,7 +32,6 @@ from horizonml.comm.expected import anything, fields, optional
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError, PeerLost
 from horizonml.files import sync_folder
-from horizonml.plan.plan import Plan
 from horizonml.state.average import KEPT
 from horizonml.state.disks import Copy, Disks, Snapshot, not_finite
 from horizonml.state.runfolder import Fence
@@ -103,12 +102,16 @@ class Saver:
             [report for report, _ in gathered],
             gathered[0][1] or {},
         )  # rank 0's, so that all metadata agree
-        writers = [self.disks.writers(stage.ranks) for stage in plan.stages]
-        shards, failed = _agreed(writers, reports, snapshot.most)
-        inner, more = _of_members(plan, reports, snapshot.most)
-        failed += more
-        if failed:
-            return failed
+        expected, of_members = {}, {}
+        for number, stage in enumerate(plan.stages):
+            writers = sorted(self.disks.writers(stage.ranks).values())
+            expected[shard_name(number)] = writers, snapshot.most[number]
+            for member, rank in enumerate(stage.ranks if plan.local is not None else ()):
+                of_members[inner_name(member, number)] = [rank], snapshot.most[number]
+        shards, failed = _agreed(expected, reports)
+        inner, more = _agreed(of_members, reports)
+        if failed or more:
+            return failed + more
         shards, received, failed = self._copy(snapshot, hidden, shards)
         if failed:
             return failed
@@ -213,36 +216,17 @@ def clean(folder: Path, word: str) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _of_members(plan: Plan, reports: list[Any], most: Sequence[int]) -> tuple[dict[str, Shard], list[str]]:
-    """Return the files of members' own optimizers that were written after local steps, and what went wrong."""
-    if plan.local is None:
-        return {}, []
+def _agreed(
+    expected: Mapping[str, tuple[Sequence[int], int]], reports: Sequence[Any]
+) -> tuple[dict[str, Shard], list[str]]:
+    """Return the files that were written, and what went wrong; the reports come from other machines.
+
+    `expected` names the ranks that have to write each file, and the bytes that it can have.
+    """
     found: dict[str, Shard] = {}
     failed: list[str] = []
-    for number, stage in enumerate(plan.stages):
-        for member, rank in enumerate(stage.ranks):
-            name = inner_name(member, number)
-            report = reports[rank].get(name) if isinstance(reports[rank], dict) else None
-            try:
-                found[name] = Shard.model_validate(report)
-            except ValidationError:
-                why = report["error"] if isinstance(report, dict) and "error" in report else "it does not say it wrote"
-                failed.append(f"rank {rank}: {why} ({name})")
-                continue
-            if found[name].bytes > most[number]:
-                failed.append(f"rank {rank}: it says that {name} has {found[name].bytes} bytes, which cannot be")
-    return found, failed
-
-
-def _agreed(
-    writers: list[dict[int, int]], reports: list[Any], most: Sequence[int]
-) -> tuple[dict[str, Shard], list[str]]:
-    """Return the shards that were written, and what went wrong; the reports come from other machines."""
-    shards: dict[str, Shard] = {}
-    failed: list[str] = []
-    for number, ranks in enumerate(writers):
-        name = shard_name(number)
-        for rank in sorted(ranks.values()):
+    for name, (ranks, most) in expected.items():
+        for rank in ranks:
             report = reports[rank].get(name) if isinstance(reports[rank], dict) else None
             if isinstance(report, dict) and "error" in report:
                 failed.append(f"rank {rank}: {report['error']}")
@@ -252,13 +236,11 @@ def _agreed(
             except ValidationError:
                 failed.append(f"rank {rank}: it does not say what it wrote")
                 continue
-            if shard.bytes > most[number]:
-                failed.append(
-                    f"rank {rank}: it says that {name} has {shard.bytes} bytes; at most {most[number]} can be"
-                )
-            elif shards.setdefault(name, shard) != shard:
+            if shard.bytes > most:
+                failed.append(f"rank {rank}: it says that {name} has {shard.bytes} bytes; at most {most} can be")
+            elif found.setdefault(name, shard) != shard:
                 failed.append(f"rank {rank}: its {name} differs from that of another member of the stage")
-    return shards, failed
+    return found, failed
 
 
 _END_SECONDS = 1.0  # that the end of a group waits for the thread; a call of a broken disk cannot be interrupted
