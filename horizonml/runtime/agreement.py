@@ -187,7 +187,6 @@ def make_plan(
 
 
 def _decided(value: Any) -> Agreed | str:
-    """Return the plan that rank 0 has chosen, or why it could choose none."""
     return text(value["error"]) if "error" in value else Agreed.from_json(value)
 
 
@@ -317,14 +316,12 @@ def _say_crowded(
 
 
 def _say_drawback(problem: Problem, found: Candidate, names: Sequence[str], say: Callable[[str], None]) -> None:
-    """Report which simpler plan is predicted to be faster, if one is."""
     line = drawback(problem, found, names) if 1 < problem.ranks <= _MOST_COMPARED else None
     if line is not None:
         say(f"warning: this plan is predicted to be {line}")
 
 
 def _say_inexact(plan: Plan, executions: Sequence[Execution], say: Callable[[str], None]) -> None:
-    """Report what of a plan is not exact because the job asks for it."""
     asked = asked_reason([*inexact_parts(plan), *inexact_layers([executions])])
     if asked is not None:
         say(asked.text)

@@ -80,7 +80,6 @@ class Command:
             time.sleep(0.05)
 
     def _left(self) -> list[psutil.Process]:
-        """Return the processes beneath this one that still run."""
         self._process.poll()  # reaps the process
         found = []
         for process in psutil.Process().children(recursive=True):

@@ -87,7 +87,6 @@ def proven_cutting(job: Job, model: Model, info: DataInfo, say: Say) -> Cutting:
 
 
 def _bytes(model: Model) -> int:
-    """Return the memory that a comparison takes."""
     return _COPIES * sum(parameter.nbytes for parameter in model.recorded.parameters())
 
 

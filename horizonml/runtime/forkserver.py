@@ -227,7 +227,6 @@ def serve(listener: socket.socket, lifeline: socket.socket) -> None:
 
 
 def _reap(asked: dict[int, socket.socket]) -> None:
-    """Tell the processes that asked for those that have ended."""
     while asked:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:

@@ -95,7 +95,6 @@ class Generation:
             return self._wait_for_machines(error)
 
     def _run(self) -> Outcome:
-        """Train as a member of the group; see `run`."""
         life, job, group = self.life, self.life.job, self.group
         if group.world_size < life.world_size:
             self.say(f"going on with {group.world_size} of {life.world_size} ranks")
@@ -203,7 +202,6 @@ class Generation:
             time.sleep(_LOOK_SECONDS)
 
     def _tell_local_steps(self, plan: Plan, info: DataInfo) -> None:
-        """Say how replicas that take local steps agree, when the run starts here."""
         job = self.life.job
         if plan.local is not None and not self.life.begun:
             named = job.parallel.sync is not None and job.parallel.sync.names_the_optimizer
@@ -217,7 +215,6 @@ class Generation:
                 )
 
     def _session(self, plan: Plan, executions: Executions) -> Trainer:
-        """Return a session of a plan on the state."""
         life = self.life
         assert life.state is not None
         assert life.info is not None
@@ -349,7 +346,6 @@ class Generation:
         detector: StragglerDetector | None,
         spare: list[Spare],
     ) -> Outcome:
-        """Train by one plan, and close the record of it."""
         life, ended_as, followed = self.life, "failed", session.following is not None
         life.last = None
         workers: Workers | None = None

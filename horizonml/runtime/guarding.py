@@ -142,7 +142,6 @@ class Trial:
             kept.restore()
 
     def _why_not(self, steps: int) -> str | None:
-        """Return why nothing can be tried, or None."""
         if not steps:
             return too_short(self._job, self._per_epoch)
         if not self._data.info.held_out:
@@ -156,7 +155,6 @@ class Trial:
         return None
 
     def _untried(self, setting: Setting, reason: str) -> Tried:
-        """Return the verdict where nothing can be tried."""
         cautious, step = setting.cautious(), self._state.step
         changed = [f"{one}" for one in setting.lossy if one not in cautious.lossy]
         if not changed:
@@ -252,7 +250,6 @@ class Trial:
             return session.gradients(batch)
 
     def _total(self, own: float) -> float:
-        """Return the sum of all ranks' numbers, in the order of ranks."""
         return math.fsum(self._group.gather_json(own, measure))
 
 
@@ -389,7 +386,6 @@ class Guard:
         return self._executions if precision == "bf16" else exact
 
     def _sessions(self, state: TrainState, data: Data) -> Callable[[Setting], Session]:
-        """Return what makes a session for a setting."""
         job, task = self._life.job, task_for(self._life.job, data.info)
 
         def open_one(setting: Setting) -> Session:

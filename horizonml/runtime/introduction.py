@@ -96,7 +96,6 @@ class Introductions:
         raise PeerLost("the ranks do not come to one description of their model")
 
     def _own(self) -> Introduction:
-        """Return what this rank knows now."""
         life, group = self.life, self.group
         info = self._try(self._described) if self.problem is None else life.info
         state = life.state

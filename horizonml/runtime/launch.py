@@ -152,7 +152,6 @@ def check_memory(ranks: int, limit: float, each: int) -> None:
 
 
 def _check_device(job: Job) -> None:
-    """Raise JobError if the ranks of this machine are to compute on a device that it does not have."""
     requested, source = requested_device(job.device)
     check_device(requested, source)
     if requested not in ("auto", "cpu"):  # or PyTorch need not be loaded
@@ -162,7 +161,6 @@ def _check_device(job: Job) -> None:
 
 
 def _check_world_size(job: Job, identity: Identity) -> None:
-    """Raise JobError if the job needs a number of ranks other than the launcher has started."""
     parallel, size = job.parallel, identity.world_size
     if parallel.stages is not None or parallel.workers is not None:
         wanted = parallel.world_size()
@@ -189,7 +187,6 @@ def _check_world_size(job: Job, identity: Identity) -> None:
 
 
 def _rendezvous_address(job: Job) -> tuple[str, int]:
-    """Return the host and the port of the rendezvous service. Raises JobError."""
     text = job.rendezvous.address or os.environ.get(RENDEZVOUS)
     if text is None:
         raise JobError(
@@ -201,7 +198,6 @@ def _rendezvous_address(job: Job) -> tuple[str, int]:
 
 
 def _split_address(text: str, name: str) -> tuple[str, int]:
-    """Return the host and the port of what the user gave by this name. Raises JobError."""
     try:
         return service_address(text)
     except ValueError:
@@ -318,7 +314,6 @@ def _say(text: str) -> None:
 
 
 def _log_folder(job: Job, otherwise: Path) -> Path:
-    """Return the run's folder, or `otherwise` if the ranks cannot write to it; they report that themselves."""
     try:
         make_run_folder(job.run_folder)
         with tempfile.TemporaryFile(dir=job.run_folder):

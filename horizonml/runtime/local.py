@@ -272,7 +272,6 @@ class LocalRun:
         return min(by_itself or failed, key=lambda rank: rank.ended or 0.0)
 
     def _end(self) -> None:
-        """End all processes, and close their logs."""
         processes = [rank.process for rank in self._ranks]
         for process in processes:
             _signal(process, signal.SIGTERM)

@@ -124,7 +124,6 @@ def _here_watts(job: Job) -> Watts | None:
 
 
 def _on_this_machine(job: Job, say: Say) -> tuple[Job, Places]:
-    """Return the job with as many ranks as training would have here, and their place."""
     job = for_this_machine(job, say)
     return job, _here(job, say)
 
@@ -186,7 +185,6 @@ def _profiled(job: Job, places: Places, say: Say) -> tuple[DataInfo, Model, Sequ
 
 
 def _say_what_is_not_used(given: Job, planned: Job, devices: Path, say: Say) -> None:
-    """Tell which of a job's fields differ from what is planned for."""
     fields = ("strategy", "workers")
     own, used = ({name: getattr(job.parallel, name) for name in fields} for job in (given, planned))
     unused = [f"parallel.{name}: {own[name]}" for name in fields if own[name] not in (None, used[name])]

@@ -78,7 +78,6 @@ def _run(action: Callable[[], object]) -> int:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and those that it was raised from or while they were handled."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -126,7 +125,6 @@ class _Plain(logging.Formatter):
 
 
 def _print_error(error: HorizonError) -> int:
-    """Print an error, and return its exit code."""
     sys.stdout.flush()  # what was said before comes before
     print(f"error: {plain_lines(str(error))}", file=sys.stderr)
     return error.exit_code

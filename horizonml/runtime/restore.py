@@ -127,7 +127,6 @@ def rebuild(
 
 
 def _room(group: Group) -> float:
-    """Return the bytes that are left for this rank."""
     return memory_left(processes=group.hosts.count(group.hosts[group.rank]))
 
 
@@ -282,7 +281,6 @@ class _Part:
 
 
 def _parse(content: Tensor) -> dict[str, Tensor]:
-    """Return what a rank sent. Raises PeerLost."""
     try:
         return parse(content.numpy().tobytes())
     except SafetensorError as error:

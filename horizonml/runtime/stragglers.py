@@ -105,7 +105,6 @@ def slowdowns(measured: Sequence[float], planned: Sequence[float], usual: float 
 
 
 def _better(value: Any) -> tuple[Plan, Forecast]:
-    """Return the plan that rank 0 has found."""
     return Plan.from_json(value["plan"]), Forecast.from_json(value["forecast"])
 
 

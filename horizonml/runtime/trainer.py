@@ -106,7 +106,6 @@ class _Loop:
         self.batches = self._ahead(self._training_batch, self.total, training=True)
 
     def _ahead(self, batches: Callable[[int], DataBatch], count: int, training: bool) -> Ahead:
-        """Return batches that are loaded ahead."""
         spec, session = self.job.data, self.session
 
         def needs(size: int) -> Needs:
@@ -156,7 +155,6 @@ class _Loop:
         return self.state.step >= self.total or self.evaluations.ends(self.state.best)
 
     def _is_evaluated(self, done: int) -> bool:
-        """Return whether the model is evaluated after so many steps."""
         spec = self.job.evaluate
         return done >= self.total or self._falls_due(spec.every_steps or spec.every_epochs * self.per_epoch, done)
 
@@ -191,7 +189,6 @@ class _Loop:
         return evaluating or saving
 
     def _step(self) -> Step:
-        """Train on one global batch and record it."""
         done = self.state.step
         epoch = done // self.per_epoch
         batch = self.batches.take(done)
@@ -284,7 +281,6 @@ class _Loop:
         return kept
 
     def _tell_end(self, best: Mapping[str, Best], done: int) -> None:
-        """Tell the user why training ends here if that is early, and which checkpoint is the best."""
         if done < self.total:
             found = best[STOPPING]
             self.recorder.message(
@@ -298,7 +294,6 @@ class _Loop:
             )
 
     def _has_better_plan(self, step: Step, done: int) -> bool:
-        """Return whether there is a better plan, if the detector watches the steps."""
         if self.watch is None:
             return False
         self.watch.note(step.compute)
@@ -356,7 +351,6 @@ class _Loop:
         )
 
     def _note_saved(self, checkpoints: Checkpoints | None) -> None:
-        """Record what became of checkpoints that were written until now."""
         for one in checkpoints.finished() if checkpoints is not None else []:
             self.recorder.checkpoint(one.step, not one.problems, one.pause, one.writing)
 

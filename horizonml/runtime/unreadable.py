@@ -110,7 +110,6 @@ def _tried(data: Data, member: int, members: int) -> Iterator[list[tuple[bool, i
 
 
 def _problems(batch: DataBatch, training: bool, start: int) -> list[tuple[bool, int, str]]:
-    """Return which of some samples cannot be read, and why."""
     stop = min(start + _CHUNK, batch.size)
     if _problem(batch, start, stop) is None:
         return []

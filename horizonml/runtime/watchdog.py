@@ -106,7 +106,6 @@ class Watchdog:
                 return
 
     def _reason(self, still: float) -> str:
-        """Return why the rank leaves, with the place where it hangs."""
         frames = sys._current_frames()
         stacks = [frames.pop(self._thread, None), *frames.values()]  # perhaps it waits for a thread that loads samples
         places = (own_place(traceback.extract_stack(frame)) for frame in stacks if frame is not None)

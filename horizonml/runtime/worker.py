@@ -248,7 +248,6 @@ class Worker:
                 self._life.close()
 
     def _run(self, fresh: bool, rejoin: bool) -> Outcome:
-        """Train to the end; see `run`."""
         keep_freed_memory()
         job, identity = self._job, self._identity
         raise_descriptor_limit(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_PEER * (identity.world_size - 1))
@@ -384,13 +383,11 @@ def noticed_after(lost: Sequence[Lost], error: PeerLost, step_timeout: float) ->
 
 
 def _missing(before: Membership, now: Membership) -> list[int]:
-    """Return the ranks of a group that are gone from the next one, or replaced by another process."""
     there = now.members
     return [one.rank for one in before.members if not any(one.same_process(other) for other in there)]
 
 
 def _parting(outcome: Outcome) -> tuple[str, Departure]:
-    """Return what a rank that has not failed says to the others."""
     match outcome:
         case Outcome.RE_FORM:
             return "meets again", Departure.AGAIN
@@ -400,7 +397,6 @@ def _parting(outcome: Outcome) -> tuple[str, Departure]:
 
 
 def _farewell(error: BaseException) -> tuple[str, Departure]:
-    """Return what a rank that fails says to the others."""
     if isinstance(error, PeerLost):
         return f"lost a peer: {error}", Departure.LOST_PEER
     # A mistake in the model's or the data's own code comes again, too; too little memory perhaps not.

@@ -191,7 +191,6 @@ class Checkpoints:
                 self._group.barrier()
 
     def _has_room(self, state: TrainState) -> bool:
-        """Tell whether a copy of this rank's state fits into the memory that is left for it."""
         hosts = self._group.hosts
         return state.bytes() < memory_left(processes=hosts.count(hosts[self._group.rank]))
 

@@ -112,7 +112,6 @@ def _together(digests: dict[str, str]) -> str:
 
 
 def _send(state: TrainState, plan: Plan, group: Group, differing: list[_Difference]) -> None:
-    """Send the replicated state of a stage's first member to the members that differ from it."""
     channel = group.channel("state")
     for one in differing:
         stage = plan.stages[one.stage]

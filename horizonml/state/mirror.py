@@ -238,12 +238,10 @@ class Mirror:
                     )  # fmt: skip
 
     def _most_bytes(self, owner: int) -> int:
-        """Return the most bytes that a copy of an owner's state can have."""
         stages = [self.plan.stages[number] for number in self.plan.stages_of(owner)]
         return most_bytes(self._state, [layer for stage in stages for layer in range(stage.start, stage.stop)])
 
     def _slice(self, owner: int, course: _Course, step: int) -> None:
-        """Send, or post the receive for, an owner's slice of this step."""
         rank, target = self._group.rank, self._buddies[owner]
         if rank not in (owner, target):
             return

@@ -147,7 +147,6 @@ class Resumption:
         return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
 
     def _look_around(self, name: str) -> list[_Seen]:
-        """Return what every rank's disk has of a checkpoint."""
         return self.group.exchange(self._look_at(name))
 
     def _look_at(self, name: str) -> _Seen:
@@ -288,7 +287,6 @@ def _versions(seen: list[_Seen]) -> list[list[_Seen]]:
 
 
 def _load(state: TrainState, path: Path, metadata: Metadata, files: list[str]) -> Metadata | _Problem:
-    """Load verified files into the state."""
     try:
         with opened(path, {file: metadata.shards[file] for file in files}) as (names, read):
             state.load(read, names)

@@ -99,7 +99,6 @@ def _precious(folder: Path) -> str | None:
 
 
 def _content(folder: Path) -> list[Path]:
-    """Return the content of a folder, without what a new file system contains."""
     return [path for path in folder.iterdir() if path.name != "lost+found"]
 
 
@@ -260,7 +259,6 @@ def _delete(previous: Path) -> None:
 
 
 def _read(owner: Path) -> str:
-    """Return, in words, who holds a place."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(owner.read_text())
         return f"job {found['job']} (process {found['process']} on {found['host']})"

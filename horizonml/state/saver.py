@@ -344,7 +344,6 @@ def superfluous(folder: Path, step: int, keep: int, keeps_best: bool) -> list[Pa
 
 
 def _was_best(path: Path) -> bool:
-    """Return whether a checkpoint was the best one when it was saved."""
     try:
         best = read_metadata(path).best.get(KEPT)
     except CheckpointError:

@@ -419,7 +419,6 @@ class TrainState:
     def _load_entries(
         self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor], available: set[str]
     ) -> None:
-        """Read a parameter's optimizer state, if any of it is available; see `load`."""
         expected = self.optimizer.expected(parameter)
         if self.local and parameter.requires_grad:
             expected[MOMENTUM] = parameter.detach()
