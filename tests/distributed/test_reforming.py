@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
-from horizonml.errors import PeerLost
+from horizonml.errors import HorizonError, PeerLost
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.runtime.generation import Generation
@@ -79,24 +79,29 @@ def generation(life: Life, group: Counted, number: int, lost_at: int | None) -> 
     return found[0]
 
 
+def life_of(rank: int, world_size: int, folder: Path, **sections: Any) -> Life:
+    """What a rank of a short run keeps, in a folder of its own."""
+    values = {
+        "name": "test", "folder": str(folder / str(rank)), "steps": STEPS, "batch_size": 32,
+        "data": {"name": "digits", "samples": 320}, "telemetry": {"divergence_every": 0}, **sections,
+    }  # fmt: skip
+    job = Job.model_validate(values)
+    place = RunFolder(job.run_folder, rank, job.name, True)
+    parts = Metrics(rank), StopRequest(), place, False, Lifeline(job.run_folder, rank), Feeds(job.telemetry, folder)
+    return Life(job, rank, world_size, *parts)
+
+
 def reform(
     rank: int, world_size: int, store: Store, folder: Path, strategy: str, delay: float
 ) -> tuple[list[tuple[int, float]], int]:
     """Train, lose the last rank after some steps, and go on without it; return that of each group, and the steps."""
-    job = Job.model_validate({
-        "name": "test", "folder": str(folder / str(rank)), "steps": STEPS, "batch_size": 32,
-        "data": {"name": "digits", "samples": 320}, "parallel": {"strategy": strategy, "workers": world_size},
-        "telemetry": {"divergence_every": 0},
-    })  # fmt: skip
-    place = RunFolder(job.run_folder, rank, job.name, True)
-    parts = Metrics(rank), StopRequest(), place, False, Lifeline(job.run_folder, rank), Feeds(job.telemetry, folder)
-    life = Life(job, rank, world_size, *parts)
+    life = life_of(rank, world_size, folder, parallel={"strategy": strategy, "workers": world_size})
     first = counted(PrefixStore("first", store), rank, world_size, delay)
     found = [generation(life, first, 1, STEPS // 2)]
     if rank < world_size - 1:
         second = counted(PrefixStore("second", store), rank, world_size - 1, delay)
         found.append(generation(life, second, 2, None))
-    place.leave()
+    life.folder.leave()
     life.close()
     assert life.state is not None
     return found, life.state.step
@@ -107,4 +112,33 @@ def test_few_exchanges_precede_the_first_step_of_a_group(pool: Pool, tmp_path: P
     """Each exchange takes a round trip, which on a slow network costs more than anything else at this point."""
     for counts, steps in pool.run(4, reform, tmp_path, strategy, 0.0)[:3]:
         assert steps == STEPS
-        assert counts[1][0] <= {"ddp": 22, "pipeline": 40}[strategy]
+        assert counts[1][0] <= {"ddp": 5, "pipeline": 10}[strategy]
+
+
+def refused(rank: int, world_size: int, store: Store, folder: Path, section: str, wrong: dict[str, Any]) -> str:
+    """Begin with something wrong on rank 1; return what this rank says of it."""
+    own = {section: wrong} if rank == 1 else {}
+    life = life_of(rank, world_size, folder, parallel={"strategy": "ddp", "workers": world_size}, **own)
+    try:
+        generation(life, counted(store, rank, world_size, 0.0), 1, None)
+    except HorizonError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        life.folder.leave()
+        life.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("section", "wrong", "words"),
+    [
+        ("model", {"name": "tests.models:nothing_of_this_name"}, "ModelError: rank 1: "),
+        ("data", {"name": "digits", "samples": 100}, "DataError: data: rank 0 sees 320 training"),
+        ("data", {"name": "tests.datasets:nothing"}, "DataError: rank 1: "),
+    ],
+)
+def test_what_is_wrong_on_one_rank_ends_all_with_its_name(
+    pool: Pool, tmp_path: Path, section: str, wrong: dict[str, Any], words: str
+) -> None:
+    (said,) = set(pool.run(2, refused, tmp_path, section, wrong))
+    assert said.startswith(words), said
