@@ -29,9 +29,9 @@ from horizonml.comm.work import (
     FromItself,
     MessageLog,
     Moves,
+    Naming,
     Recording,
     Work,
-    naming,
 )
 from horizonml.errors import HorizonError, PeerLost, of_kind
 
@@ -196,7 +196,7 @@ class Group:
         if self.log is not None:
             self.log.add(tensor, peer, tag)
         self._moves.count += 1
-        with naming(peer):
+        with Naming(peer):
             work: Work = self._world.send([tensor], peer, tag)
         return work
 
@@ -205,13 +205,13 @@ class Group:
         self._moves.count += 1
         if peer == self.rank:
             return FromItself(self._outbox, tag, into)
-        with naming(peer):
+        with Naming(peer):
             work: Work = self._world.recv([into], peer, tag)
         return work
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], stage: int = 0) -> Work:
         """Begin to sum a tensor over `ranks` in place. All must make the same calls for a `stage` in the same order."""
-        with naming(None):
+        with Naming(None):
             work = self.among(ranks, stage).allreduce([tensor])
         return Collective(work, self._over)
 
@@ -227,7 +227,7 @@ class Group:
 
     def begin_all_gather(self, own: Tensor, every: list[Tensor], ranks: tuple[int, ...], stage: int = 0) -> Work:
         """Begin to gather the tensors of `ranks` into `every`. All must make the same calls for a `stage` in order."""
-        with naming(None):
+        with Naming(None):
             work = self.among(ranks, stage).allgather([every], [own])
         return Collective(work, self._over)
 
@@ -245,7 +245,7 @@ class Group:
     def wait(self, work: Work, peer: int | None = None) -> None:
         """Wait for a message from or to `peer`, or for a sum. Raises PeerLost."""
         self._moves.count += 1
-        with naming(peer):
+        with Naming(peer):
             work.wait()
         self._moves.count += 1
 
@@ -281,7 +281,7 @@ class Group:
         return self.gather_json(plain(own), instance(type(own)))
 
     def _gather(self, into: list[Tensor], own: Tensor) -> None:
-        with naming(None):
+        with Naming(None):
             work = self._world.allgather([into], [own])
         self.wait(Collective(work, self._over))
 
@@ -319,7 +319,7 @@ class Group:
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        with naming(source):
+        with Naming(source):
             work = self._world.broadcast([tensor], options)
         self.wait(Collective(work, self._over), source)
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -101,16 +100,21 @@ class FromItself:
         self.into.copy_(self.outbox.pop(self.tag))
 
 
-@contextmanager
-def naming(peer: int | None) -> Iterator[None]:
-    """Raise PeerLost, which names the peer if it is known, instead of gloo's errors."""
-    try:
-        yield
-    except GLOO_ERRORS as error:
-        who = "a peer" if peer is None else f"rank {peer}"
-        timed_out = "Timed out" in str(error)
-        reason = "did not answer in time" if timed_out else "closed its connection"
-        raise PeerLost(f"{who} {reason} ({short(error)})", timed_out=timed_out) from error
+class Naming:
+    """Raises PeerLost, which names the peer if it is known, instead of gloo's errors; cheaper than a generator."""
+
+    def __init__(self, peer: int | None) -> None:
+        self._peer = peer
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, GLOO_ERRORS):
+            who = "a peer" if self._peer is None else f"rank {self._peer}"
+            timed_out = "Timed out" in str(error)
+            reason = "did not answer in time" if timed_out else "closed its connection"
+            raise PeerLost(f"{who} {reason} ({short(error)})", timed_out=timed_out) from error
 
 
 def short(error: Exception) -> str:
