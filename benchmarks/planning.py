@@ -28,6 +28,7 @@ import torch
 from horizonml.comm.group import Group
 from horizonml.job.jobfile import from_values
 from horizonml.plan.spec import Parallel
+from horizonml.plan.syncs import SYNCS
 from horizonml.planner.devices import read_profile, write_profile
 from horizonml.planner.objective import Objective, Watts
 from horizonml.planner.problem import Problem
@@ -36,17 +37,17 @@ from horizonml.planner.saving import with_objective
 from horizonml.planner.search import search
 from horizonml.planner.strategies import constraints_of
 from horizonml.profiling.measure import cached_profile
-from horizonml.runtime.agreement import describe_together, powersgd_bytes, profile_key
+from horizonml.runtime.agreement import describe_together, profile_key, synced_bytes
 
 MODELS = {"resnet18": 32, "mobilenet_v3_small": 64}  # and the size of their images
 SAMPLES_PER_DEVICE = 8
 ASKED = ("exact", "inexact", "energy")
 
-Measured = tuple[Profile, list[int]]
+Measured = tuple[Profile, dict[str, list[int]]]
 
 
 def profile_of(name: str, folder: Path) -> Measured:
-    """Return the profile of a model on one core of this machine, which is measured once, and PowerSGD's bytes."""
+    """Return the profile of a model on one core of this machine, which is measured once, and the bytes of its sums."""
     data = {"name": "synthetic", "image_size": MODELS[name], "samples": 256}
     job = from_values({"name": "planning", "model": {"name": name}, "batch_size": 64, "data": data}, "planning")
     _, model = describe_together(job, Group(None, 0, 1, 60.0))
@@ -55,12 +56,12 @@ def profile_of(name: str, folder: Path) -> Measured:
         torch.set_num_threads(1)
         folder.mkdir(parents=True, exist_ok=True)
         write_profile(cached_profile(model, profile_key(job), 64, print), {}, path)
-    return read_profile(path, model.chain.names), powersgd_bytes(model)
+    return read_profile(path, model.chain.names), synced_bytes(model, SYNCS.values())
 
 
 def cluster(measured: Measured, seed: int, ranks: int, batch: int, asked: str = "exact") -> Problem:
     """Return unequal devices and links, drawn at random, for which a plan of a kind may be made."""
-    draw, (profile, powersgd) = random.Random(seed), measured
+    draw, (profile, synced) = random.Random(seed), measured
     kinds = [profile.scaled(10 ** draw.uniform(0, 1)) for _ in range(min(ranks, 200))]
     profiles = [kinds[rank] if rank < len(kinds) else draw.choice(kinds) for rank in range(ranks)]
     hosts = [Host((rank,), 1.0, 10 ** draw.uniform(8.7, 9.9)) for rank in range(ranks)]
@@ -69,7 +70,7 @@ def cluster(measured: Measured, seed: int, ranks: int, batch: int, asked: str = 
         Network(1e-3, 125e6, access),
         constraints_of(Parallel(strategy="auto", exact=asked != "inexact"), ranks),
     )
-    problem = Problem(profiles, hosts, network, batch, 1, 0, powersgd, constraints)
+    problem = Problem(profiles, hosts, network, batch, 1, 0, synced, constraints)
     if asked != "energy":
         return problem
     watts = [Watts(idle, idle + draw.uniform(2, 10)) for idle in (draw.uniform(1, 4) for _ in range(ranks))]

@@ -29,8 +29,6 @@ from horizonml.plan.plan import Sync
 
 _log = logging.getLogger(__name__)
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
-# These sum gradients as they lie in memory; the other ways take the weights for matrices.
-_SUMS_AS_THEY_LIE = (Sync.ALL_REDUCE, Sync.FP16)
 
 Forward = Callable[..., Any]
 
@@ -180,7 +178,7 @@ def runs_for(
 
 def sums_as_they_lie(ranks: Sequence[int], sync: Sync) -> bool:
     """Return whether the members of a stage may have weights in another memory format than the usual one."""
-    return len(ranks) == 1 or sync in _SUMS_AS_THEY_LIE
+    return len(ranks) == 1 or sync.sums_as_weights_lie
 
 
 def _uniform(executions: Executions, start: int, stop: int, layers: Layers) -> Run:

@@ -165,7 +165,7 @@ class Codec:
         self.format = format if spec.dtype == torch.float32 and spec.values_per_sample else "fp32"
         by_channel = len(spec.shape) > 1 and spec.values_per_sample // spec.shape[0] >= _SMALLEST_CHANNEL
         self.scales = spec.shape[0] if by_channel else 1
-        self.bytes_per_sample = int(spec.bytes_per_sample * FORMATS[self.format])
+        self.bytes_per_sample = int(spec.bytes_per_sample * FORMATS[self.format].ratio)
         if self.format == "int8":
             self.bytes_per_sample += 4 * self.scales
         elif self.format == "int4":

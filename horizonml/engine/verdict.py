@@ -30,7 +30,7 @@ from horizonml.engine.staging import Staging
 from horizonml.engine.sync.base import APART, is_looked_at, projections
 from horizonml.errors import Diverged, ModelError, PeerLost, PlanError
 from horizonml.machine.host import cpu_seconds, rss_bytes
-from horizonml.plan.plan import MOST_MICRO_BATCHES, SYNCS, Plan, Sync
+from horizonml.plan.plan import MOST_MICRO_BATCHES, Plan
 from horizonml.state.follow import Following
 from horizonml.tasks.task import Task
 
@@ -291,7 +291,7 @@ class GradientCheck:
         everyone = self._group.gather_json(own[:1], items(fields(whole(), text)))
         nowhere = (self._group.rank, (0, "a rank that does not say which"))
         rank, (number, name) = next(((rank, found[0]) for rank, found in enumerate(everyone) if found), nowhere)
-        lossy = any(not SYNCS[stage.sync].exact and stage.sync is not Sync.LOCAL for stage in self._plan.stages)
+        lossy = any(not stage.sync.exact and not stage.sync.steps_alone for stage in self._plan.stages)
         hint = ", or set parallel.gradient_compression: none" if lossy else ""
         where = f"stage {number}, rank {self._group.origin(rank)}"
         raise Diverged(f"step {step}: the gradient of {name} ({where}) is not finite. {UNCHANGED}{hint}")

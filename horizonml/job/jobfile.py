@@ -120,7 +120,7 @@ def plan_values(plan: Plan) -> dict[str, object]:
             "shares": list(stage.shares),
             "send": stage.send,
             "layers": [stage.start, stage.stop - 1],
-            **({} if stage.sync in (Sync.ALL_REDUCE, Sync.LOCAL) else {"sync": stage.sync.value}),
+            **({} if stage.sync is Sync.ALL_REDUCE or stage.sync.steps_alone else {"sync": stage.sync.name}),
         }
         for stage in plan.stages
     ]

@@ -7,8 +7,6 @@ by the outer optimizer, and everyone goes on from the result. By default the out
 with SGD and Nesterov momentum, this is DiLoCo (Douillard et al., arXiv 2311.08105). With several fragments, groups of
 layers are synchronised in turn; with a delay, each travels while the next steps are computed (Streaming DiLoCo, arXiv
 2501.18512).
-
-Defines how many workers and micro-batches a strategy can have, for code that varies them.
 """
 
 from __future__ import annotations
@@ -165,25 +163,3 @@ class Local:
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
         delay = f", {self.delay} steps late" if self.delay else ""
         return f"local steps, synchronised every {self.every} steps{parts} ({self.format}{delay})"
-
-
-@dataclass(frozen=True)
-class StrategyLimits:
-    """Tells how many workers a strategy can have, and whether it splits batches into micro-batches."""
-
-    min_workers: int = 1
-    max_workers: int | None = None  # None means no limit
-    micro_batches: bool = True
-
-
-_LIMITS = {
-    "single": StrategyLimits(max_workers=1),
-    "hybrid": StrategyLimits(min_workers=3),
-    "tensor": StrategyLimits(micro_batches=False),
-    "horovod": StrategyLimits(micro_batches=False),
-}
-
-
-def limits_of(strategy: str) -> StrategyLimits:
-    """Return the limits of a strategy; most strategies have none."""
-    return _LIMITS.get(strategy, StrategyLimits())

@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from horizonml.plan.plan import FORMATS, Plan, Sync
+from horizonml.plan.execution import PRECISIONS
+from horizonml.plan.plan import Plan
+from horizonml.plan.syncs import FORMATS, SYNCS, Sync, offered
 
 LINK, SUMS, PRECISION = "link", "sums", "precision"
-
-# What comes next where something has turned out to be too imprecise.
-_SUMS = {Sync.INT4: Sync.FP16, Sync.POWERSGD: Sync.FP16, Sync.FP16: Sync.ALL_REDUCE}
-UNTRIED = frozenset(("int4", Sync.POWERSGD.value))  # what is not used before it has been tried, besides bf16 computing
 
 
 class Choice(NamedTuple):
@@ -48,7 +46,7 @@ class Setting:
         """Return all lossy choices that may be made more precise, in the order of stages."""
         stages = self.plan.stages
         links = [Choice(LINK, n, s.send) for n, s in enumerate(stages[:-1]) if s.send != "fp32"]
-        sums = [Choice(SUMS, n, s.sync.value) for n, s in enumerate(stages) if s.sync in _SUMS and len(s.ranks) > 1]
+        sums = [Choice(SUMS, n, s.sync.name) for n, s in enumerate(stages) if s.sync.offered and len(s.ranks) > 1]
         precision = [Choice(PRECISION, 0, self.precision)] if self.precision != "fp32" else []
         return [choice for choice in (*links, *sums, *precision) if choice.kind in self.kinds]
 
@@ -70,14 +68,23 @@ class Setting:
                 formats = list(FORMATS)
                 return self._with(choice._replace(value=formats[formats.index(choice.value) - 1]))
             case "sums":
-                return self._with(choice._replace(value=_SUMS[Sync(choice.value)].value))
+                fallback = Sync.named(choice.value).fallback
+                assert fallback is not None, "what is offered has a more exact way"
+                return self._with(choice._replace(value=fallback.name))
         return self._with(choice._replace(value="fp32"))
 
     def cautious(self) -> Setting:
         """Return this setting without what should be tried before it is used: links of 4 bits, lossier sums, bf16."""
         cautious = self
         for choice in self.lossy:
-            if choice.value in UNTRIED or choice.kind == PRECISION:
+            match choice.kind:
+                case "link":
+                    tried_first = FORMATS[choice.value].tried_first
+                case "sums":
+                    tried_first = SYNCS[choice.value].tried_first
+                case _:
+                    tried_first = True
+            if tried_first:
                 cautious = cautious.raised(choice)
         return cautious
 
@@ -88,7 +95,7 @@ class Setting:
         stages = list(self.plan.stages)
         stage = stages[choice.stage]
         stages[choice.stage] = (
-            replace(stage, send=choice.value) if choice.kind == LINK else replace(stage, sync=Sync(choice.value))
+            replace(stage, send=choice.value) if choice.kind == LINK else replace(stage, sync=Sync.named(choice.value))
         )
         return replace(self, plan=replace(self.plan, stages=tuple(stages)))
 
@@ -108,9 +115,9 @@ class Tried:
     def of(cls, step: int, steps: int, setting: Setting, texts: tuple[str, ...]) -> Tried:
         """Return the verdict that a setting may be used."""
         stages = setting.plan.stages
-        sums = [s.sync for s in stages if len(s.ranks) > 1 and s.sync in (*_SUMS, Sync.ALL_REDUCE)]
+        sums = [s.sync for s in stages if len(s.ranks) > 1 and s.sync in (Sync.ALL_REDUCE, *offered())]
         allowed = min(sums, key=_rank, default=Sync.ALL_REDUCE)
-        return cls(step, steps, {s.stop: s.send for s in stages[:-1]}, allowed.value, setting.precision, texts)
+        return cls(step, steps, {s.stop: s.send for s in stages[:-1]}, allowed.name, setting.precision, texts)
 
     def allowed(self, setting: Setting) -> Setting:
         """Return a setting without what has turned out to be too imprecise, or was not a part of the trial.
@@ -127,7 +134,7 @@ class Tried:
                 case "link":
                     value = min(choice.value, self.links.get(stage.stop, least), key=list(FORMATS).index)
                 case "sums":
-                    value = min(stage.sync, Sync(self.sums), key=_rank).value
+                    value = min(stage.sync, Sync.named(self.sums), key=_rank).name
                 case _:
                     value = self.precision
             setting = setting._with(choice._replace(value=value))
@@ -140,7 +147,7 @@ class Tried:
 
     def may_sum(self, sync: Sync) -> bool:
         """Return whether members may sum gradients in this way, which is one that can be more precise."""
-        return _rank(sync) <= _rank(Sync(self.sums))
+        return _rank(sync) <= _rank(Sync.named(self.sums))
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as a JSON object."""
@@ -151,16 +158,15 @@ class Tried:
         """Return what `to_json` was called on. Raises ValueError, TypeError, KeyError or AttributeError for others."""
         links = {int(layer): str(send) for layer, send in value["links"].items()}
         texts = tuple(map(str, value["texts"]))
-        precision, sums = str(value["precision"]), Sync(value["sums"])
-        if not set(links.values()) <= set(FORMATS) or precision not in ("fp32", "bf16"):
+        precision, sums = str(value["precision"]), Sync.named(str(value["sums"]))
+        if not set(links.values()) <= set(FORMATS) or precision not in PRECISIONS:
             raise ValueError("a trial ends with formats that do not exist")
-        return cls(int(value["step"]), int(value["steps"]), links, sums.value, precision, texts)
+        return cls(int(value["step"]), int(value["steps"]), links, sums.name, precision, texts)
 
 
 def _rank(sync: Sync) -> int:
     """Return a number that is higher the lossier sums are."""
-    order = (Sync.ALL_REDUCE, Sync.FP16, Sync.INT4, Sync.POWERSGD)
-    return order.index(sync)
+    return (Sync.ALL_REDUCE, *offered()).index(sync)
 
 
 def tried_from(value: Any) -> Tried | None:

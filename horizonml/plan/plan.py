@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
@@ -17,57 +16,12 @@ from horizonml.errors import PlanError
 from horizonml.plan.actions import Action, Lanes, evaluation, with_update
 from horizonml.plan.local import Local
 from horizonml.plan.schedules import SCHEDULES
+from horizonml.plan.syncs import FORMATS as FORMATS
+from horizonml.plan.syncs import SYNCS as SYNCS
+from horizonml.plan.syncs import Sync as Sync
 from horizonml.text import count
 
-# The formats in which activations and their gradients can be sent, most precise first, and their bytes relative to
-# those of float32. That of int4 includes its scales, of 16 bits for 64 values.
-FORMATS = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25, "int4": 4.25 / 32}
-
-
 MOST_MICRO_BATCHES = 1 << 14
-
-
-class Sync(StrEnum):
-    """Tells how the members of a stage agree on its gradients."""
-
-    ALL_REDUCE = "all-reduce"  # sums of 32-bit floats
-    FP16 = "fp16"  # sums of 16-bit floats
-    POWERSGD = "powersgd"  # sums of thin matrices that approximate the gradients
-    INT4 = "int4"  # sums of 4-bit numbers with a scale per tile, with error feedback
-    CHANNELS = "channels"  # members split the layers' channels (tensor parallelism) and exchange them in each layer
-    HOROVOD = "horovod"  # sums by Horovod
-    HOROVOD_FP16 = "horovod-fp16"  # sums of 16-bit floats by Horovod
-    LOCAL = "local"  # members take local steps, and agree on parameters from time to time (see `Plan.local`)
-
-
-@dataclass(frozen=True)
-class SyncFacts:
-    """States what is known of a way to agree on gradients, whatever the plan."""
-
-    exact: bool = True  # whether the result is that of float32, apart from the order of additions
-    bytes: float = 1.0  # that members sum, relative to those of float32, where that depends on nothing else
-    alone: str = ""  # what a stage does that agrees so, if it must be the only stage of its plan
-    sums: str = ""  # what the members sum, where that is not exact
-    error: str = ""  # and by how much each number is off
-    exactly: Sync = Sync.ALL_REDUCE  # the exact way that would take its place
-
-
-_HALVES = ("16-bit floats", "each is off by at most 1/2048 of itself")
-# Whether a plan is exact is decided here and nowhere else. Members that take local steps sum nothing in a usual step.
-SYNCS = {
-    Sync.ALL_REDUCE: SyncFacts(),
-    Sync.FP16: SyncFacts(False, 0.5, "", *_HALVES),
-    Sync.POWERSGD: SyncFacts(
-        False, 1.0, "", "thin matrices (PowerSGD)", "what they leave out is added to the next sum"
-    ),
-    Sync.INT4: SyncFacts(
-        False, FORMATS["int4"], "", "4-bit numbers", "what rounding leaves out is added to the next sum"
-    ),
-    Sync.CHANNELS: SyncFacts(alone="splits channels"),
-    Sync.HOROVOD: SyncFacts(alone="sums its gradients by Horovod"),
-    Sync.HOROVOD_FP16: SyncFacts(False, 0.5, "sums its gradients by Horovod", *_HALVES, Sync.HOROVOD),
-    Sync.LOCAL: SyncFacts(False, 0.0),
-}
 
 
 @dataclass(frozen=True)
@@ -90,7 +44,7 @@ class Stage:
     @property
     def splits_channels(self) -> bool:
         """Return whether the members split channels instead of samples."""
-        return self.sync is Sync.CHANNELS and len(self.ranks) > 1
+        return self.sync.splits_channels and len(self.ranks) > 1
 
     def parts(self, things: int) -> list[tuple[int, int]]:
         """Return each member's part `[first, end)` of `things` items, in the order of `ranks`.
@@ -219,7 +173,7 @@ class Plan:
                 raise PlanError(f"stage {number} of the plan needs a share above 0 for each of its ranks")
             if len(set(stage.ranks)) < len(stage.ranks):
                 raise PlanError(f"stage {number} of the plan names a rank twice")
-            alone = SYNCS[stage.sync].alone
+            alone = stage.sync.alone
             if alone and len(self.stages) > 1:
                 raise PlanError(f"stage {number} of the plan {alone}; only a plan of one stage can")
             if stage.send not in FORMATS:
@@ -233,7 +187,7 @@ class Plan:
 
     def _check_local(self) -> None:
         """Raise PlanError if some members take local steps, and the plan does not consist of whole replicas."""
-        local = [stage.sync is Sync.LOCAL for stage in self.stages]
+        local = [stage.sync.steps_alone for stage in self.stages]
         if self.local is None:
             if any(local):
                 raise PlanError("a stage of the plan takes local steps, but the plan does not say how often it syncs")
@@ -279,7 +233,7 @@ class Plan:
                 "stop": s.stop,
                 "ranks": list(s.ranks),
                 "shares": list(s.shares),
-                "sync": s.sync.value,
+                "sync": s.sync.name,
                 "send": s.send,
             }
             for s in self.stages
@@ -298,7 +252,7 @@ class Plan:
                 tuple(map(int, s["ranks"])),
                 tuple(map(float, s["shares"])),
                 # Plans in checkpoints of version 0.1 have "split" instead.
-                Sync(s["sync"]) if "sync" in s else Sync.CHANNELS if s.get("split") == "channels" else Sync.ALL_REDUCE,
+                Sync.named(str(s.get("sync", "channels" if s.get("split") == "channels" else "all-reduce"))),
                 str(s.get("send", "fp32")),
             )
             for s in value["stages"]

@@ -8,19 +8,35 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from horizonml.errors import JobError
-from horizonml.plan.local import MOST_LOCAL_STEPS, Local, outer_optimizer
-from horizonml.plan.plan import SYNCS, Sync
+from horizonml.plan.local import LOCAL_FORMATS, MOST_LOCAL_STEPS, Local, outer_optimizer
 from horizonml.plan.schedules import SCHEDULES
+from horizonml.plan.strategies import EXPLICIT, STRATEGIES, facts_of
+from horizonml.plan.syncs import FORMATS, SYNCS
 from horizonml.spec.base import Spec, duration
 from horizonml.text import count
 
 MOST_WORKERS = 10_000
-Strategy = Literal["single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod"]
 if TYPE_CHECKING:
+    Strategy = str
     ScheduleName = str
+    SyncName = str
+    FormatName = str
+    LinkFormat = str
+    Compression = str
+    LocalFormat = str
 else:
+    _SYNCS = [sync for sync in SYNCS.values() if not sync.steps_alone]
+    Strategy = Literal[tuple(STRATEGIES)]
     ScheduleName = Literal[("auto", *SCHEDULES)]
-_NOT_EXACT = ", ".join(f"`{sync}`" for sync, facts in SYNCS.items() if not facts.exact and sync is not Sync.LOCAL)
+    SyncName = Literal[tuple(sync.name for sync in _SYNCS)]
+    FormatName, LinkFormat = Literal[tuple(FORMATS)], Literal[("auto", *FORMATS)]
+    Compression = Literal[("none", *dict.fromkeys(sync.compression for sync in _SYNCS if sync.compression))]
+    LocalFormat = Literal[LOCAL_FORMATS]
+_WAYS = "; ".join(
+    f"`{sync.name}` sums {sync.what}{'' if sync.exact else ', which is not exact'}"
+    for sync in SYNCS.values()
+    if not sync.steps_alone
+)
 
 
 class StageSpec(Spec):
@@ -35,13 +51,12 @@ class StageSpec(Spec):
         description="What the shares are of: of the samples, each member holding all layers of the stage; or of the "
         "channels within layers, as strategy `tensor` splits them (in a plan of one stage).",
     )
-    sync: Literal["all-reduce", "fp16", "powersgd", "int4", "channels", "horovod", "horovod-fp16"] | None = Field(
+    sync: SyncName | None = Field(
         None,
-        description="How the members agree on gradients: by sums of 32-bit floats, of 16-bit floats, of PowerSGD's "
-        "thin matrices or of 4-bit numbers; by splitting channels; or by Horovod's sums, of 32-bit or 16-bit floats "
-        f"(default: what `split` and `gradient_compression` say). {_NOT_EXACT} are not exact.",
+        description="How the members agree on gradients (default: what `split` and `gradient_compression` say): "
+        f"{_WAYS}.",
     )
-    send: Literal["fp32", "bf16", "int8", "int4"] | None = Field(
+    send: FormatName | None = Field(
         None, description="Format of what goes to the next stage and comes back (default: `activations`)."
     )
     layers: Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(
@@ -91,7 +106,7 @@ class SyncSpec(Spec):
         ge=0,
         description="Steps by which the update of a synchronisation is applied late, while training goes on.",
     )
-    format: Literal["fp32", "int4", "topk"] = Field(
+    format: LocalFormat = Field(
         "fp32",
         description="What travels: the changes of all parameters as 32-bit floats or in 4 bits, or only the largest of "
         "them. What is left out is added to the next synchronisation.",
@@ -175,13 +190,13 @@ class Parallel(Spec):
         "may also choose fewer bits, compressed sums and local steps where a link is slow. It says what it has chosen "
         "and what that saves, and the run first tries formats on a warm-up, as far as it can.",
     )
-    activations: Literal["auto", "fp32", "bf16", "int8", "int4"] = Field(
+    activations: LinkFormat = Field(
         "auto",
         description="What travels between stages, forward and back: 32-bit floats, 16-bit ones, 8-bit integers with a "
         "scale for each channel or sample, or 4-bit ones with a scale for every 64 values. `auto` is fp32, unless "
         "`exact` is false and strategy `auto` finds that a link is slow.",
     )
-    gradient_compression: Literal["none", "fp16", "powersgd", "int4"] = Field(
+    gradient_compression: Compression = Field(
         "none",
         description="Within stages, send gradients as they are, as 16-bit floats, as products of thin matrices "
         "(PowerSGD of rank 4, after ten whole steps), or as 4-bit numbers with a scale for every 64 values and error "
@@ -233,19 +248,18 @@ class Parallel(Spec):
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Parallel:
         strategy = self._kind()
-        without_horovod = ("single", "pipeline", "tensor", "horovod")
-        unable = {"fp16": without_horovod[:-1], "powersgd": without_horovod, "int4": without_horovod}
-        if strategy in unable.get(self.gradient_compression, ()):
+        facts = facts_of(strategy)
+        if self.gradient_compression not in ("none", *facts.compressions):
             raise ValueError(
                 f"gradient_compression: strategy {strategy} cannot use {self.gradient_compression}; set it to none"
             )
-        if self.activations != "auto" and strategy in ("single", "ddp", "tensor", "horovod"):
+        if self.activations != "auto" and not facts.sends:
             raise ValueError(
                 f"activations: strategy {strategy} sends none between stages, so leave out {self.activations}"
             )
-        if self.replan and strategy != "auto":
+        if self.replan and not facts.is_free:
             raise ValueError(f"replan: only strategy auto makes new plans, not {strategy}; leave it out")
-        if strategy in ("horovod", "tensor") and (self.micro_batches or 1) > 1:
+        if not facts.micro_batches and (self.micro_batches or 1) > 1:
             raise ValueError(f"micro_batches: strategy {strategy} has 1, not {self.micro_batches}; leave it out")
         return self
 
@@ -264,8 +278,7 @@ class Parallel(Spec):
         if self.sync is None:
             return self
         strategy = self._kind()
-        able = strategy in ("auto", "ddp", "explicit stages") or (strategy == "pipeline" and self.replicas is not None)
-        if not able:
+        if not facts_of(strategy).local_steps and self.replicas is None:
             hint = (
                 "add parallel.replicas"
                 if strategy == "pipeline"
@@ -314,7 +327,7 @@ class Parallel(Spec):
         if self.activations not in ("auto", "fp32"):
             yield "activations", self.activations
         for number, stage in enumerate(self.stages or ()):
-            if stage.sync is not None and not SYNCS[Sync(stage.sync)].exact:
+            if stage.sync is not None and not SYNCS[stage.sync].exact:
                 yield f"stages[{number}].sync", stage.sync
             if stage.send not in (None, "fp32"):
                 yield f"stages[{number}].send", stage.send
@@ -326,7 +339,7 @@ class Parallel(Spec):
 
     @model_validator(mode="after")
     def _objective_fits(self) -> Parallel:
-        if self.objective != "time" and (self.strategy != "auto" or self.stages is not None):
+        if self.objective != "time" and not self.is_free:
             kind = self._kind()
             raise ValueError(
                 f"objective: only strategy auto plans for {self.objective}, not {kind}; set strategy: auto"
@@ -352,28 +365,39 @@ class Parallel(Spec):
         """Return the kind of the strategy, or of the explicit plan that overrides it."""
         if self.stages is None:
             return self.strategy
-        kinds = {"channels": "tensor", "horovod": "horovod", "horovod-fp16": "horovod"}
-        return next((kinds[stage.how] for stage in self.stages if stage.how in kinds), "explicit stages")
+        return next((SYNCS[s.how].strategy for s in self.stages if s.how and SYNCS[s.how].strategy), EXPLICIT)
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether the planner chooses the kind of plan."""
+        return self.stages is None and facts_of(self.strategy).is_free
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Parallel:
         if self.stages is None:
-            if self.strategy == "single" and (self.workers or 1) > 1:
+            facts, workers = facts_of(self.strategy), self.workers
+            if workers is not None and workers > (facts.max_workers or workers):
                 raise ValueError(
-                    f"workers: strategy single trains on 1 rank, not {self.workers}; "
-                    "choose parallel.strategy ddp, pipeline or hybrid, or 1 worker (--workers 1)"
+                    f"workers: strategy {self.strategy} trains on {count(facts.max_workers or 1, 'rank')}, not "
+                    f"{workers}; choose parallel.strategy ddp, pipeline or hybrid, or 1 worker (--workers 1)"
                 )
-            if self.strategy == "hybrid" and self.workers is not None and self.workers < 3:
-                raise ValueError("workers: strategy hybrid needs at least 3 ranks; use ddp or pipeline for 2")
+            if workers is not None and workers < facts.min_workers:
+                raise ValueError(
+                    f"workers: strategy {self.strategy} needs at least {facts.min_workers} ranks; use ddp or pipeline "
+                    f"for {workers}"
+                )
             return self
         ranks = sorted({rank for stage in self.stages for rank in stage.ranks})
         if ranks != list(range(len(ranks))):
             raise ValueError(f"stages: ranks {ranks} must be 0 to {len(ranks) - 1}, without gaps")
         if self.workers is not None and self.workers != len(ranks):
             raise ValueError(f"workers: {self.workers}, but stages names {count(len(ranks), 'rank')}; make them agree")
-        if len(self.stages) > 1 and self._kind() != "explicit stages":
-            does = "split channels" if self._kind() == "tensor" else "sum gradients by Horovod"
-            raise ValueError(f"stages: only a plan of one stage can {does}; this one has {len(self.stages)}")
+        for number, stage in enumerate(self.stages):
+            alone = SYNCS[stage.how].alone if stage.how else ""
+            if alone and len(self.stages) > 1:
+                raise ValueError(
+                    f"stages: stage {number} {alone}; only a plan of one stage can, and this one has {len(self.stages)}"
+                )
         given = [stage.layers for stage in self.stages]
         if any(given) and not all(given):
             raise ValueError("stages: name the layers of all stages, or of none")
@@ -391,16 +415,23 @@ class Parallel(Spec):
     @model_validator(mode="after")
     def _bounds_fit(self) -> Parallel:
         least, most, workers = self.min_workers, self.max_workers, self.workers
+        facts = facts_of(self.strategy)
         for name, value in (("min_workers", least), ("max_workers", most)):
             if value is None:
                 continue
             if self.stages is not None and value != self.world_size():
                 ranks = count(self.world_size(), "rank")
                 raise ValueError(f"{name}: {value}, but stages is a plan for exactly {ranks}; leave {name} out")
-            if self.stages is None and self.strategy == "single" and value > 1:
-                raise ValueError(f"{name}: strategy single trains on 1 rank, not {value}; choose ddp or leave it out")
-            if self.stages is None and self.strategy == "hybrid" and value < 3:
-                raise ValueError(f"{name}: strategy hybrid needs at least 3 ranks, not {value}; set it to 3 or more")
+            if self.stages is None and value > (facts.max_workers or value):
+                ranks = count(facts.max_workers or 1, "rank")
+                raise ValueError(
+                    f"{name}: strategy {self.strategy} trains on {ranks}, not {value}; choose ddp or leave it out"
+                )
+            if self.stages is None and value < facts.min_workers > 1:
+                raise ValueError(
+                    f"{name}: strategy {self.strategy} needs at least {facts.min_workers} ranks, not {value}; set it "
+                    f"to {facts.min_workers} or more"
+                )
         if least is not None and workers is not None and least > workers:
             raise ValueError(f"min_workers: {least} is more than workers, {workers}; set it to {workers} or less")
         if most is not None and workers is not None and most < workers:
@@ -412,18 +443,18 @@ class Parallel(Spec):
     @property
     def may_take_local_steps(self) -> bool:
         """Return whether members may take local steps, because the job says so or the planner may choose it."""
-        return self.sync is not None or (self.strategy == "auto" and self.stages is None and not self.is_exact)
+        return self.sync is not None or (self.is_free and not self.is_exact)
 
     def min_world_size(self) -> int:
         """Return the least number of ranks with which the job can go on when others are lost."""
         if self.stages is not None:
             return self.world_size()
-        return self.min_workers or (3 if self.strategy == "hybrid" else 1)
+        return self.min_workers or facts_of(self.strategy).min_workers
 
     @property
     def replans(self) -> bool:
         """Return whether a new plan is made where a device turns out slower or faster than planned."""
-        return self.replan if self.replan is not None else self.strategy == "auto" and self.stages is None
+        return self.replan if self.replan is not None else self.is_free
 
     def world_size(self) -> int:
         """Return the number of ranks that this job asks for when the environment does not set it."""
@@ -431,5 +462,5 @@ class Parallel(Spec):
             return len({rank for stage in self.stages for rank in stage.ranks})
         if self.workers is not None:
             return self.workers
-        usual = 1 if self.strategy == "single" else 5
+        usual = facts_of(self.strategy).max_workers or 5
         return min(max(usual, self.min_workers or 1), self.max_workers or MOST_WORKERS)

@@ -27,7 +27,7 @@ def data_parallel(problem: Problem) -> Plan:
     ranks, constraints = tuple(range(problem.ranks)), problem.constraints
     sync = constraints.sync if problem.ranks > 1 else Sync.ALL_REDUCE
     stage = Stage(0, problem.layers, ranks, (1.0,) * problem.ranks, sync)
-    return Plan((stage,), constraints.schedules[0], 1, constraints.local if sync is Sync.LOCAL else None)
+    return Plan((stage,), constraints.schedules[0], 1, constraints.local if sync.steps_alone else None)
 
 
 def plain_ddp(problem: Problem) -> Plan:

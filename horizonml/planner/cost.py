@@ -14,15 +14,10 @@ from dataclasses import dataclass
 
 from horizonml.plan.actions import Action, most_bytes_held
 from horizonml.plan.gradients import BUCKET_BYTES, in_buckets
-from horizonml.plan.plan import FORMATS, SYNCS, Plan, Stage, Sync
+from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.syncs import FORMATS, Sync
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Link, Profile, Size
-
-_CODED = {Sync.FP16: "fp16", Sync.INT4: "int4", Sync.POWERSGD: "powersgd"}
-# How often a member encodes or decodes each of its gradients. With 4 bits, it encodes them once and decodes them to
-# know its error, decodes the others' parts of its own piece, and so again with the sums; PowerSGD is measured as a
-# whole.
-_PASSES = {Sync.FP16: 2, Sync.INT4: 4, Sync.POWERSGD: 1}
 
 
 class LayerTimes:
@@ -58,13 +53,13 @@ class LayerTimes:
 def message_bytes(profile: Profile, stop: int, send: str) -> float:
     """Return the bytes per sample that the stage before layer `stop` sends in the format `send`."""
     layer = profile.layers[stop - 1]
-    return layer.coded[send][0] if send in layer.coded else layer.output_bytes * FORMATS[send]
+    return layer.coded[send][0] if send in layer.coded else layer.output_bytes * FORMATS[send].ratio
 
 
 def gradient_message_bytes(profile: Profile, stop: int, send: str) -> float:
     """Return the bytes per sample that come back to the stage before layer `stop`."""
     layer = profile.layers[stop - 1]
-    return layer.coded[send][1] if send in layer.coded else layer.gradients * FORMATS[send]
+    return layer.coded[send][1] if send in layer.coded else layer.gradients * FORMATS[send].ratio
 
 
 def message_work(profile: Profile, size: float, send: str, messages: int, crossing: float = 0.0) -> float:
@@ -74,7 +69,7 @@ def message_work(profile: Profile, size: float, send: str, messages: int, crossi
     """
     coding = size * profile.codec_seconds_per_byte.get(send, 0.0)
     carried = size * profile.transfer_seconds_per_byte + crossing * profile.crossing_seconds_per_byte
-    return messages * profile.message_seconds + coding + FORMATS[send] * carried
+    return messages * profile.message_seconds + coding + FORMATS[send].ratio * carried
 
 
 def fastest_format(problem: Problem, sender: int, receiver: int) -> str:
@@ -84,15 +79,19 @@ def fastest_format(problem: Problem, sender: int, receiver: int) -> str:
         return formats[0]
     bandwidth = problem.network.between(sender, receiver).bandwidth
     coding = [problem.profiles[rank].codec_seconds_per_byte for rank in (sender, receiver)]
-    return min(formats, key=lambda name: FORMATS[name] / bandwidth + sum(costs.get(name, 0.0) for costs in coding))
+
+    def seconds(name: str) -> float:
+        return FORMATS[name].ratio / bandwidth + sum(costs.get(name, 0.0) for costs in coding)
+
+    return min(formats, key=seconds)
 
 
 def synced_bytes(problem: Problem, sync: Sync, start: int, stop: int) -> float:
     """Return the bytes of gradients of layers `start` to `stop - 1` that members sum, after compression."""
-    if sync is Sync.POWERSGD and problem.powersgd_bytes:
-        return float(sum(problem.powersgd_bytes[start:stop]))
+    if sync.name in problem.synced_bytes:
+        return float(sum(problem.synced_bytes[sync.name][start:stop]))
     size = sum(layer.trained for layer in problem.profiles[0].layers[start:stop])
-    return size * SYNCS[sync].bytes
+    return size * sync.ratio
 
 
 def ring_seconds(members: int, size: Size, link: Link) -> Size:
@@ -150,13 +149,13 @@ class Ring:
 
 def coding_seconds(problem: Problem, sync: Sync, ranks: Sequence[int], size: float) -> float:
     """Return the seconds that the slowest member takes to encode and decode gradients of `size` bytes of float32."""
-    if sync not in _CODED:
+    if not sync.codings:
         return 0.0
     costs = (
-        problem.profiles[rank].codec_seconds_per_byte.get(_CODED[sync], 0.0) * problem.oversubscription[rank]
+        problem.profiles[rank].codec_seconds_per_byte.get(sync.codec, 0.0) * problem.oversubscription[rank]
         for rank in ranks
     )
-    return _PASSES[sync] * size * max(costs)
+    return sync.codings * size * max(costs)
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ def reduced_at(problem: Problem, stage: Stage, last: Sequence[LastBackward], fre
     # How far through its last backward pass a member is when a layer's gradients are ready; the same for all members.
     times = [profile.layers[layer].backward[-1] for layer in span]
     total, at, ring = max(sum(times), 1e-12), free, Ring(problem, stage.ranks)
-    limit = float("inf") if stage.sync is Sync.POWERSGD else BUCKET_BYTES
+    limit = BUCKET_BYTES if stage.sync.sums_in_buckets else float("inf")
     for bucket in in_buckets([profile.layers[layer].trained for layer in span], limit):
         if not any(profile.layers[span[index]].trained for index in bucket):
             continue
@@ -207,12 +206,12 @@ def copies_for_sync(plan: Plan, stage: Stage) -> float:
     members = len(stage.ranks)
     if members == 1:
         return 0.0
-    feedback = 1 + 1 / members
-    if stage.sync is not Sync.LOCAL:
-        return 1 + {Sync.INT4: feedback, Sync.POWERSGD: 1.0}.get(stage.sync, 0.0)
+    if not stage.sync.steps_alone:
+        own, summed = stage.sync.remainders
+        return 1 + own + summed / members
     if plan.local is None:
         return 2.0
-    return 2 + 4 / plan.local.fragments + {"int4": feedback, "topk": 1.0}.get(plan.local.format, 0.0)
+    return 2 + 4 / plan.local.fragments + {"int4": 1 + 1 / members, "topk": 1.0}.get(plan.local.format, 0.0)
 
 
 def memory_needed(problem: Problem, plan: Plan, lists: Mapping[int, Sequence[Action]]) -> dict[int, float]:
@@ -278,4 +277,4 @@ def fastest_sync(problem: Problem, start: int, stop: int, ranks: Sequence[int]) 
 
 def is_lossy(stage: Stage) -> bool:
     """Return whether the members of a stage agree in a way that is not exact."""
-    return len(stage.ranks) > 1 and not SYNCS[stage.sync].exact
+    return len(stage.ranks) > 1 and not stage.sync.exact

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from horizonml.errors import PlanError
-from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.cost import LayerTimes, fastest_format, fastest_sync, slowest_link
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Link
@@ -181,5 +181,5 @@ class Evaluator:
         else:
             for number, (stage, after) in enumerate(itertools.pairwise(stages)):
                 stages[number] = replace(stage, send=fastest_format(self.problem, stage.ranks[0], after.ranks[0]))
-        local = constraints.local if stages[0].sync is Sync.LOCAL else None
+        local = constraints.local if stages[0].sync.steps_alone else None
         return Plan(tuple(stages), schedule or constraints.schedules[0], micro_batches, local)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from horizonml.plan.plan import SYNCS, Stage, Sync
+from horizonml.plan.plan import Stage, Sync
 from horizonml.planner.candidates import equal_split, plain_ddp
 from horizonml.planner.cost import gradient_message_bytes, message_bytes, synced_bytes
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
@@ -224,7 +224,7 @@ def remedy(problem: Problem, found: Candidate) -> str:
         formats=own_constraints.formats,
         syncs=own_constraints.syncs,
         schedules=own_constraints.schedules,
-        sync=Sync.ALL_REDUCE if SYNCS[own_constraints.sync].alone else own_constraints.sync,
+        sync=Sync.ALL_REDUCE if own_constraints.sync.alone else own_constraints.sync,
     )
     problem = replace(problem, constraints=unconstrained)
     if search(problem, 60).usable:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from horizonml.plan.local import FEWEST_SYNCHRONISATIONS, Local, outer_optimizer
-from horizonml.plan.plan import FORMATS, Plan, Stage
+from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.syncs import FORMATS, Sync
 from horizonml.planner.cost import Ring, trained_bytes
 from horizonml.planner.problem import Problem
 
@@ -24,7 +25,6 @@ _SPARSE_RATIO = 18 / 1024  # of float32, that each member sends to each other on
 _SPARSE_EVERY = 16
 _FRAGMENTS = (1, 4)
 _DELAYS = (0, 1, 2, 4)
-_CODINGS = 4  # how often a member encodes or decodes each number of a coded sum, as for `Sync.INT4`
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def outer_ratio(local: Local, members: int) -> float:
     """Return the bytes of outer gradients relative to those of float32, as if all were summed along a ring."""
     if local.format == _SPARSE:  # all members receive those of all others, and add them up
         return _SPARSE_RATIO * members / 2
-    return FORMATS[local.format]
+    return FORMATS[local.format].ratio
 
 
 def outer_bytes(problem: Problem, plan: Plan, stage: Stage) -> float:
@@ -86,7 +86,7 @@ def outer_cost(problem: Problem, plan: Plan, computing: float) -> OuterCost:
         work = 0.0
         for rank in stage.ranks:
             profile = problem.profiles[rank]
-            codings = _CODINGS if local.format != _SPARSE else 2 + count
+            codings = Sync.INT4.codings if local.format != _SPARSE else 2 + count
             coding = codings * whole * profile.codec_seconds_per_byte.get(local.format, 0.0)
             carried = moved * (profile.transfer_seconds_per_byte + profile.crossing_seconds_per_byte)
             work = max(work, (coding + carried) * problem.oversubscription[rank])

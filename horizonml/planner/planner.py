@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from horizonml.errors import PlanError
 from horizonml.job.schema import Job
@@ -57,7 +58,7 @@ def problem_for(
     network: Network,
     optimizer_copies: int,
     last_batch: int = 0,
-    powersgd_bytes: Sequence[int] = (),
+    synced_bytes: Mapping[str, Sequence[int]] = MappingProxyType({}),
     loading: Loading = NO_LOADING,
     watts: Sequence[Watts | None] = (),
     steps: int = 0,
@@ -70,7 +71,7 @@ def problem_for(
         job.batch_size,
         optimizer_copies,
         last_batch,
-        powersgd_bytes,
+        synced_bytes,
         constraints_of(job.parallel, len(profiles)),
         loading,
         watts,
@@ -101,6 +102,6 @@ def choose(job: Job, problem: Problem, evaluator: Evaluator | None = None) -> Ca
 
 def with_local_steps(plan: Plan, parallel: Parallel) -> Plan:
     """Return a plan with what the job says of local steps, if any of its stages takes them."""
-    if parallel.sync is None or all(stage.sync is not Sync.LOCAL for stage in plan.stages):
+    if parallel.sync is None or all(not stage.sync.steps_alone for stage in plan.stages):
         return plan
     return replace(plan, local=parallel.sync.local())

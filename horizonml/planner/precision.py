@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from horizonml.errors import PlanError
-from horizonml.plan.lossy import UNTRIED
-from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.syncs import FORMATS, Sync
 from horizonml.planner.cost import fastest_format, fastest_sync
 from horizonml.planner.evaluator import Candidate, Evaluator, OutOfTime
 from horizonml.planner.outer import gentlest
@@ -40,7 +40,7 @@ def best_plan(problem: Problem, evaluator: Evaluator | None = None) -> Candidate
     """
     constraints = problem.constraints
     evaluator = evaluator or Evaluator(problem)
-    if constraints.is_exact and (constraints.local is None or constraints.sync is Sync.LOCAL or constraints.stages):
+    if constraints.is_exact and (constraints.local is None or constraints.sync.steps_alone or constraints.stages):
         return search(problem, evaluator=evaluator)
     alone = _without_untried(evaluator)
     local = local_plan(alone)
@@ -84,7 +84,7 @@ def _with_fewer_bits(evaluator: Evaluator, exact: Plan) -> Candidate:
 def _without_untried(evaluator: Evaluator) -> Evaluator:
     """Return an evaluator without the formats that runs try before they use them: with local steps nothing is tried."""
     formats = evaluator.problem.constraints.formats
-    kept = tuple(name for name in formats if name not in UNTRIED)
+    kept = tuple(name for name in formats if not FORMATS[name].tried_first)
     if len(formats) == 1 or kept == formats:
         return evaluator
     constraints = replace(evaluator.problem.constraints, formats=kept)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from horizonml.plan.local import Local
-from horizonml.plan.lossy import UNTRIED, Tried
-from horizonml.plan.plan import FORMATS, Sync
+from horizonml.plan.lossy import Tried
+from horizonml.plan.syncs import FORMATS, Sync
 from horizonml.planner.objective import FASTEST, Objective, Watts
 from horizonml.planner.profile import Host, Network, Profile
 
@@ -69,8 +69,8 @@ class Constraints:
         """Return these constraints for a run that tries nothing: without what would have to be tried."""
         return replace(
             self,
-            formats=tuple(name for name in self.formats if name not in UNTRIED or len(self.formats) == 1),
-            syncs=tuple(sync for sync in self.syncs if sync.value not in UNTRIED),
+            formats=tuple(name for name in self.formats if not FORMATS[name].tried_first or len(self.formats) == 1),
+            syncs=tuple(sync for sync in self.syncs if not sync.tried_first),
             trial=f"What would have to be tried on a warm-up first is not used, as {why}.",
         )
 
@@ -134,8 +134,9 @@ class Problem:
 
     `profiles[r]` is the profile of rank r's device. `optimizer_copies` is how many numbers the optimizer keeps per
     parameter: 1 for momentum SGD, 2 for Adam, 0 for plain SGD. `last_batch` is the size of an epoch's last batch where
-    that is smaller than `batch_size`, else 0. `powersgd_bytes[l]` is what PowerSGD sends of layer l's gradients; it is
-    needed only where a stage may use PowerSGD. `watts[r]` are those of rank r's device, where they are known.
+    that is smaller than `batch_size`, else 0. `synced_bytes[s][l]` is what members that agree by the sync s sum of
+    layer l's gradients; it has the syncs for which that depends on the parameters' shapes. `watts[r]` are those of rank
+    r's device, where they are known.
     """
 
     profiles: Sequence[Profile]
@@ -144,7 +145,7 @@ class Problem:
     batch_size: int
     optimizer_copies: int
     last_batch: int = 0
-    powersgd_bytes: Sequence[int] = ()
+    synced_bytes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     constraints: Constraints = Constraints()
     loading: Loading = NO_LOADING
     watts: Sequence[Watts | None] = ()

@@ -15,7 +15,8 @@ from typing import Any
 
 from horizonml.plan.execution import Execution, from_json
 from horizonml.plan.gradients import TREE_BYTES, TREE_BYTES_ON_ONE_HOST, tree_messages
-from horizonml.plan.plan import SYNCS, Plan, Stage, Sync
+from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.plan.syncs import FORMATS
 from horizonml.planner.cost import (
     LayerTimes,
     gradient_message_bytes,
@@ -70,13 +71,13 @@ def summed_bytes(problem: Problem, plan: Plan, stage: Stage) -> list[float]:
     count = len(stage.ranks)
     if count == 1 or stage.splits_channels:
         return [0.0] * count
-    if stage.sync is Sync.LOCAL:
+    if stage.sync.steps_alone:
         size = outer_bytes(problem, plan, stage)
     else:
         size = synced_bytes(problem, stage.sync, stage.start, stage.stop)
     here = {problem.host_of[rank] for rank in stage.ranks}
     tree = TREE_BYTES_ON_ONE_HOST if len(here) == 1 else TREE_BYTES
-    if stage.sync is Sync.ALL_REDUCE and math.isfinite(size) and size <= tree:
+    if stage.sync.sums_along_trees and math.isfinite(size) and size <= tree:
         return [size * tree_messages(place, count) for place in range(count)]
     return [2 * (count - 1) / count * size] * count
 
@@ -84,11 +85,6 @@ def summed_bytes(problem: Problem, plan: Plan, stage: Stage) -> list[float]:
 _MOST_NAMED = 5  # devices
 _NOTHING = 0.02  # of a step
 _WORTH_TELLING = 0.05  # of a step: what an exact plan could save by a choice that it may not make
-_WHAT = {
-    "bf16": ("16-bit floats", "each is off by at most 1/256 of itself"),
-    "int8": ("8-bit integers", "each is off by at most 1/254 of the largest of its channel or sample"),
-    "int4": ("4-bit integers", "each is off by at most 1/13 of the largest of 64"),
-}
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ def link_reasons(evaluator: Evaluator, found: Candidate) -> Iterator[Reason]:
             continue
         other = evaluator.judge(with_stage(plan, number, replace(stage, send="fp32")))
         saved = other.prediction.seconds - found.prediction.seconds
-        what, error = _WHAT[stage.send]
+        what, error = FORMATS[stage.send].what, FORMATS[stage.send].error
         text = (
             f"{words} {stage.send} ({what}): {human_bytes(size)} for each sample instead of {human_bytes(whole)}, "
             f"which makes a step {human_seconds(max(0.0, saved))} shorter, because {link}; {error}."
@@ -155,17 +151,17 @@ def sum_reasons(evaluator: Evaluator, found: Candidate) -> Iterator[Reason]:
         if not is_lossy(stage):
             may = ", as fewer bits would save next to nothing" if len(syncs_of(problem)) > 1 else ""
             text = f"{who} sum exact gradients, {human_bytes(size)} for each sample{may}; {link}."
-            yield Reason("sum", stage.sync.value, text, stage=number, bytes_per_sample=size)
+            yield Reason("sum", stage.sync.name, text, stage=number, bytes_per_sample=size)
             continue
-        exact = with_stage(plan, number, replace(stage, sync=SYNCS[stage.sync].exactly))
+        exact = with_stage(plan, number, replace(stage, sync=stage.sync.exactly))
         whole = sum(summed_bytes(problem, exact, exact.stages[number])) / problem.batch_size
         saved = evaluator.judge(exact).prediction.seconds - found.prediction.seconds
-        what, error = SYNCS[stage.sync].sums, SYNCS[stage.sync].error
+        what, error = stage.sync.what, stage.sync.error
         text = (
             f"{who} sum gradients as {what}: {human_bytes(size)} for each sample instead of {human_bytes(whole)}, "
             f"which makes a step {human_seconds(max(0.0, saved))} shorter, because {link}; {error}."
         )
-        yield Reason("sum", stage.sync.value, text, False, True, number, size, saved)
+        yield Reason("sum", stage.sync.name, text, False, True, number, size, saved)
 
 
 def _local_reason(evaluator: Evaluator, found: Candidate) -> Reason:
@@ -199,9 +195,9 @@ def inexact_parts(plan: Plan) -> list[str]:
     for number, stage in enumerate(plan.stages):
         if number + 1 < len(plan.stages) and stage.send != "fp32" and stage.ranks != plan.stages[number + 1].ranks:
             parts.append(f"{stage.send} between stages {number} and {number + 1}")
-        if is_lossy(stage) and stage.sync is not Sync.LOCAL:
+        if is_lossy(stage) and not stage.sync.steps_alone:
             where = f" in stage {number}" if len(plan.stages) > 1 else ""
-            parts.append(f"sums of gradients by {stage.sync.value}{where}")
+            parts.append(f"sums of gradients by {stage.sync.name}{where}")
     if plan.local is not None:
         parts.append(f"local steps (every {plan.local.every})")
     return parts

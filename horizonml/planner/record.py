@@ -19,7 +19,7 @@ from horizonml.errors import HorizonError, PlanError
 from horizonml.files import write_atomically
 from horizonml.job.schema import Job
 from horizonml.plan.lossy import Tried
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import Plan, Sync
 from horizonml.planner.devices import check_profile
 from horizonml.planner.objective import Watts
 from horizonml.planner.problem import Loading, Problem
@@ -238,7 +238,7 @@ def _problem_json(problem: Problem) -> dict[str, Any]:
         },
         "optimizer_copies": problem.optimizer_copies,
         "last_batch": problem.last_batch,
-        "powersgd_bytes": list(problem.powersgd_bytes),
+        "synced_bytes": {name: list(sizes) for name, sizes in problem.synced_bytes.items()},
         "loading": asdict(problem.loading),
         "watts": [watts.to_json() if watts is not None else None for watts in problem.watts],
         "steps": problem.objective.steps,
@@ -265,7 +265,11 @@ def _problem(value: Mapping[str, Any], job: Job, hosts: Sequence[Host]) -> Probl
         job.batch_size,
         _whole(value["optimizer_copies"], 0),
         _whole(value["last_batch"], 0),
-        [_whole(size, 0) for size in value["powersgd_bytes"]],
+        {
+            Sync.named(name).name: [_whole(size, 0) for size in sizes]
+            for name, sizes in (value.get("synced_bytes") or {"powersgd": value.get("powersgd_bytes")}).items()
+            if sizes
+        },
         constraints_of(job.parallel),
         Loading(**{str(key): _whole(number, 0) for key, number in value["loading"].items()}),
         [Watts.from_json(watts) if watts is not None else None for watts in value.get("watts", [])],

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from horizonml.plan.plan import FORMATS, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.spec import Parallel, StageSpec
+from horizonml.plan.strategies import facts_of
+from horizonml.plan.syncs import FORMATS, Sync, compressed, offered
 from horizonml.planner.objective import Objective
 from horizonml.planner.problem import MICRO_BATCHES, Constraints, FixedStage
 
-_ONE_STAGE = Constraints(most_stages=1, ordered=True, one_profile=True)
-
-STRATEGIES: Mapping[str, Constraints] = {
-    "single": _ONE_STAGE,
-    "ddp": _ONE_STAGE,
-    "pipeline": Constraints(most_members=1, ordered=True, one_profile=True),
-    "hybrid": Constraints(least_stages=2, replicated=True, ordered=True, one_profile=True),
-    "tensor": replace(_ONE_STAGE, sync=Sync.CHANNELS),
-    "horovod": replace(_ONE_STAGE, sync=Sync.HOROVOD),
-    "auto": Constraints(),
-}
-# What the planner may choose from, the most precise first, where a job allows plans that are not exact.
-_SUMS = (Sync.FP16, Sync.INT4, Sync.POWERSGD)
-_EVERY = (4, 8, 16, 32, 64)
-_COMPRESSED = {
-    (Sync.ALL_REDUCE, "fp16"): Sync.FP16,
-    (Sync.ALL_REDUCE, "powersgd"): Sync.POWERSGD,
-    (Sync.ALL_REDUCE, "int4"): Sync.INT4,
-    (Sync.HOROVOD, "fp16"): Sync.HOROVOD_FP16,
-}
+_EVERY = (4, 8, 16, 32, 64)  # steps after which members may synchronise
 _DEFAULT_SCHEDULE = "1f1b"
 
 
@@ -40,25 +21,34 @@ def constraints_of(parallel: Parallel, world_size: int | None = None) -> Constra
         ranks = world_size or parallel.world_size()
         strategy = Constraints(ordered=True, one_profile=True, stages=_replicas(ranks, parallel))
     elif parallel.stages is None:
-        strategy = STRATEGIES[parallel.strategy]
+        facts = facts_of(parallel.strategy)
+        strategy = Constraints(
+            least_stages=facts.least_stages,
+            most_stages=facts.most_stages,
+            most_members=facts.most_members,
+            replicated=facts.least_stages > 1,
+            ordered=not facts.is_free,
+            one_profile=not facts.is_free,
+            sync=facts.sync,
+        )
     else:
         stages = tuple(_fixed(spec, parallel) for spec in parallel.stages)
         strategy = Constraints(one_profile=True, stages=stages)
     if parallel.sync is not None:
         strategy = replace(strategy, local=parallel.sync.local())
-        if strategy.stages is None and parallel.strategy != "auto":  # whose replicas the planner forms
+        if strategy.stages is None and not parallel.is_free:  # whose replicas the planner forms
             strategy = replace(strategy, sync=Sync.LOCAL)
     others = (name for name in SCHEDULES if name != _DEFAULT_SCHEDULE)
-    if parallel.stages is None and parallel.strategy == "auto" and not parallel.is_exact:
+    if parallel.is_free and not parallel.is_exact:
         strategy = replace(strategy, formats=tuple(FORMATS))
         if parallel.gradient_compression == "none":
-            strategy = replace(strategy, syncs=_SUMS, every=_EVERY)
+            strategy = replace(strategy, syncs=offered(), every=_EVERY)
     return replace(
         strategy,
         micro_batches=(parallel.micro_batches,) if parallel.micro_batches else MICRO_BATCHES,
         formats=strategy.formats if parallel.activations == "auto" else (parallel.activations,),
         schedules=(_DEFAULT_SCHEDULE, *others) if parallel.schedule == "auto" else (parallel.schedule,),
-        sync=_COMPRESSED.get((strategy.sync, parallel.gradient_compression), strategy.sync),
+        sync=compressed(strategy.sync, parallel.gradient_compression) or strategy.sync,
     )
 
 
@@ -92,7 +82,7 @@ def _fixed(spec: StageSpec, parallel: Parallel) -> FixedStage:
     if parallel.sync is not None:
         sync: Sync | None = Sync.LOCAL
     else:
-        sync = Sync(spec.how) if spec.how else _COMPRESSED.get((Sync.ALL_REDUCE, parallel.gradient_compression))
+        sync = Sync.named(spec.how) if spec.how else compressed(Sync.ALL_REDUCE, parallel.gradient_compression)
     return FixedStage(
         tuple(spec.ranks),
         tuple(spec.shares or [1.0] * len(spec.ranks)),
@@ -102,7 +92,7 @@ def _fixed(spec: StageSpec, parallel: Parallel) -> FixedStage:
     )
 
 
-def _syncs(parallel: Parallel) -> set[Sync]:
+def syncs_of(parallel: Parallel) -> set[Sync]:
     """Return the ways in which members of the stages of a job's plan may agree on gradients."""
     constraints = constraints_of(parallel)
     if constraints.stages is not None:
@@ -113,18 +103,8 @@ def _syncs(parallel: Parallel) -> set[Sync]:
 def may_cut(parallel: Parallel, ranks: int) -> bool:
     """Return whether a job's plan for some ranks may give a rank less than the whole model."""
     constraints = constraints_of(parallel, ranks)
-    if Sync.CHANNELS in _syncs(parallel):
+    if any(sync.splits_channels for sync in syncs_of(parallel)):
         return ranks > 1
     if constraints.stages is not None:
         return len(constraints.stages) > 1
     return constraints.most_stages != 1 and ranks > 1
-
-
-def uses_horovod(parallel: Parallel) -> bool:
-    """Return whether a stage of the job's plan may sum its gradients with Horovod."""
-    return not _syncs(parallel).isdisjoint({Sync.HOROVOD, Sync.HOROVOD_FP16})
-
-
-def uses_powersgd(parallel: Parallel) -> bool:
-    """Return whether a stage of the job's plan may sum its gradients with PowerSGD."""
-    return Sync.POWERSGD in _syncs(parallel)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from horizonml.plan.actions import Action, Kind
-from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.cost import LayerTimes, gradient_message_bytes, message_bytes, message_work, trained_bytes
 from horizonml.planner.problem import Problem
 
@@ -65,12 +65,12 @@ class TaskMaker:
                 costs = made.get((action.stage, action.kind, self.sizes[action.micro]))
                 if costs is not None:
                     yield Task(action, *costs)
-            elif action.kind is Kind.REDUCE and len(stage.ranks) > 1 and stage.sync is not Sync.LOCAL:
+            elif action.kind is Kind.REDUCE and len(stage.ranks) > 1 and not stage.sync.steps_alone:
                 yield Task(action)
             elif action.kind is Kind.UPDATE:
                 profile = self._problem.profiles[rank]
                 work = trained_bytes(profile, stage) * profile.update_seconds_per_byte
-                if stage.sync is Sync.LOCAL:  # a member updates when it has worked on an equal part of a batch
+                if stage.sync.steps_alone:  # a member updates when it has worked on an equal part of a batch
                     work *= len(stage.ranks) * stage.shares[stage.ranks.index(rank)] / sum(stage.shares)
                 if work > 0:
                     yield Task(action, work)

@@ -258,7 +258,7 @@ def plan_facts(
             "layers": list(layers[stage.start : stage.stop]),
             "ranks": list(stage.ranks),
             "shares": [share / sum(stage.shares) for share in stage.shares],
-            "sync": stage.sync.value,
+            "sync": stage.sync.name,
             "send": stage.send,
         }
         for stage in plan.stages

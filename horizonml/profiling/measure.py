@@ -27,8 +27,7 @@ from horizonml.models.boundary import Boundary, Values, flat
 from horizonml.models.module_slice import HOST, bring
 from horizonml.models.zoo import Model
 from horizonml.plan.execution import PLAIN, Execution, Executions, to_json
-from horizonml.plan.gradients import POWERSGD_RANK
-from horizonml.plan.plan import FORMATS
+from horizonml.plan.syncs import FORMATS, SYNCS, resolve
 from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.profiling import kept
 from horizonml.state.optim import Optimizer
@@ -388,11 +387,11 @@ def _copy_seconds_per_byte() -> float:
 def codec_seconds(clock: Callable[[], float]) -> dict[str, float]:
     """Return the seconds per byte of float32 for each format: to encode or to decode.
 
-    Of the ways to sum gradients, `fp16` and `topk` count one of both, too, and `powersgd` all of its products together.
+    Of a way to sum gradients, it is one of its `Sync.codings`.
     """
     costs = {format: _link_seconds(format, clock) for format in FORMATS if format != "fp32"}
-    sums = {"fp16": _sum_seconds(_halves, clock) / 2, "topk": _sum_seconds(_largest, clock) / 2}
-    return {**costs, **sums, "powersgd": _sum_seconds(_thin, clock)}
+    sums = {s.codec: _sum_seconds(resolve(s.coding), clock) / s.codings for s in SYNCS.values() if s.coding}
+    return {**costs, **sums, "topk": _sum_seconds(_largest, clock) / 2}
 
 
 def coded_bytes(boundary: Boundary) -> dict[str, tuple[int, int]]:
@@ -402,20 +401,9 @@ def coded_bytes(boundary: Boundary) -> dict[str, tuple[int, int]]:
     return {format: (sizes[0], sizes[1] if len(sizes) > 1 else 0) for format, sizes in found.items()}
 
 
-def _halves(gradients: Tensor) -> Tensor:
-    """Return gradients that were converted to 16-bit floats and back."""
-    return gradients.half().float()
-
-
 def _largest(gradients: Tensor) -> Tensor:
     """Return the largest of the gradients, as they are decoded."""
     return fragment.decode(fragment.encode(gradients.flatten()), gradients.numel())
-
-
-def _thin(gradients: Tensor) -> Tensor:
-    """Return what PowerSGD leaves of the gradients of a matrix: it makes two thin products, and subtracts theirs."""
-    left: Tensor = torch.linalg.qr(gradients @ torch.ones(gradients.shape[1], POWERSGD_RANK)).Q
-    return gradients - left @ (gradients.T @ left).T
 
 
 def _sum_seconds(code: Callable[[Tensor], Tensor], clock: Callable[[], float]) -> float:

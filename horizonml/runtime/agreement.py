@@ -5,7 +5,7 @@ Rank 0 measures and chooses the plan, and all ranks follow it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +23,7 @@ from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.download import locate
 from horizonml.models.zoo import Model, build
 from horizonml.plan.execution import Execution
-from horizonml.plan.gradients import powersgd_numbers
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import Plan, Sync
 from horizonml.planner.devices import write_cluster
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import drawback, largest_layer, shortage, uncut
@@ -34,7 +33,7 @@ from horizonml.planner.problem import Loading, Problem
 from horizonml.planner.profile import LOCAL_NETWORK, Contention, Host, Network, Profile
 from horizonml.planner.reasons import asked_reason, inexact_layers, inexact_parts
 from horizonml.planner.shape_reasons import reasons
-from horizonml.planner.strategies import uses_powersgd
+from horizonml.planner.strategies import syncs_of
 from horizonml.profiling.contention import measure_contention, turns, with_contention
 from horizonml.profiling.executions import gain_here
 from horizonml.profiling.measure import cached_profile, kept_profile
@@ -367,11 +366,11 @@ def describe_problem(
     watts: Sequence[Watts | None] = (),
 ) -> Problem:
     """Return the planner's problem, with a profile for every rank."""
-    powersgd = powersgd_bytes(model) if uses_powersgd(job.parallel) else ()
+    synced = synced_bytes(model, syncs_of(job.parallel))
     last = info.train % job.batch_size
     loading = loading_for(job.data, info)
     steps = job.total_steps(-(-info.train // job.batch_size))
-    problem = problem_for(job, profiles, hosts, network, optimizer_copies(job), last, powersgd, loading, watts, steps)
+    problem = problem_for(job, profiles, hosts, network, optimizer_copies(job), last, synced, loading, watts, steps)
     why = why_untried(job, info)
     return problem if why is None else replace(problem, constraints=problem.constraints.without_trial(why))
 
@@ -383,9 +382,13 @@ def loading_for(spec: DataSpec, info: DataInfo) -> Loading:
     return Loading(*sample_bytes(info), spec.prefetch, spec.memory)
 
 
-def powersgd_bytes(model: Model) -> list[int]:
-    """Return the bytes that PowerSGD sends of each layer's gradients."""
-    return [4 * sum(map(powersgd_numbers, shapes)) for shapes in model.parameter_shapes()]
+def synced_bytes(model: Model, syncs: Collection[Sync]) -> dict[str, list[int]]:
+    """Return what members sum of each layer's gradients, by the name of each sync for which that depends on shapes."""
+    return {
+        sync.name: [int(sync.bytes_of(shapes)) for shapes in model.parameter_shapes()]
+        for sync in syncs
+        if sync.numbers is not None
+    }
 
 
 def optimizer_copies(job: Job) -> int:

@@ -20,7 +20,7 @@ from horizonml.machine.resources import available_cores, memory_share
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
 from horizonml.planner.profile import Host
-from horizonml.planner.strategies import uses_horovod
+from horizonml.planner.strategies import syncs_of
 from horizonml.text import count, human_bytes
 
 
@@ -40,10 +40,12 @@ def use_device(job: Job, place: int, say: Callable[[str], None]) -> None:
 def device_of(job: Job, place: int) -> Compute:
     """Return the device that rank number `place` on this machine is to compute on. Raises JobError."""
     requested, source = requested_device(job.device)
-    if uses_horovod(job.parallel):
+    own = next((sync for sync in syncs_of(job.parallel) if sync.only_on_processors), None)
+    if own is not None:
         if requested not in ("auto", "cpu"):
             raise JobError(
-                f"{source}: {requested}, but parallel.strategy: horovod computes on processors here; choose cpu, or ddp"
+                f"{source}: {requested}, but parallel.strategy: {own.strategy or own.name} computes on processors here; "
+                "choose cpu, or ddp"
             )
         requested = "cpu"
     return choose_device(requested, place, source)

@@ -23,9 +23,9 @@ from horizonml.machine.host import check_device, requested_device
 from horizonml.machine.network import METRICS, service_address
 from horizonml.machine.resources import memory_limit, process_memory
 from horizonml.machine.signals import Cancelled, handling, leave_at_once, stop_on_signal
-from horizonml.plan.local import limits_of
 from horizonml.plan.spec import MOST_WORKERS
-from horizonml.planner.strategies import uses_horovod
+from horizonml.plan.strategies import facts_of
+from horizonml.planner.strategies import syncs_of
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.runtime.command import STOP_SECONDS, endpoint_for
 from horizonml.runtime.local import TOGETHER, LocalRun
@@ -134,11 +134,12 @@ class PatientStream:
 
 def check_strategy(job: Job) -> None:
     """Raise JobError if the job needs a package that is not installed."""
-    if uses_horovod(job.parallel) and not find_spec("horovod"):
-        raise JobError(
-            "parallel.strategy: horovod needs Horovod, which is not installed; `make horovod` builds it into .venv in "
-            "about four minutes (or choose ddp, which needs nothing)"
-        )
+    for sync in syncs_of(job.parallel):
+        if sync.package and not find_spec(sync.package):
+            raise JobError(
+                f"parallel.strategy: {sync.strategy or sync.name} needs {sync.package.capitalize()}, which is not "
+                f"installed; {sync.install}"
+            )
 
 
 def check_memory(ranks: int, limit: float, each: int) -> None:
@@ -178,7 +179,7 @@ def _check_world_size(job: Job, identity: Identity) -> None:
                 f"parallel.{name}: {bound}, but {identity.source} says that the world size is {size}; "
                 "change one of them"
             )
-    most = limits_of(job.parallel.strategy).max_workers if job.parallel.stages is None else None
+    most = facts_of(job.parallel.strategy).max_workers if job.parallel.stages is None else None
     if most is not None and identity.world_size > most:
         raise JobError(
             f"parallel.strategy: {job.parallel.strategy} trains on {count(most, 'rank')}, but {identity.source} says "

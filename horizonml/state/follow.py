@@ -25,7 +25,7 @@ from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
 from horizonml.machine.accelerator import computing
 from horizonml.machine.resources import memory_left
-from horizonml.plan.plan import Plan, Sync
+from horizonml.plan.plan import Plan
 from horizonml.state.move import Holders, Moves, announce, by_layer, holders, senders
 from horizonml.state.saver import Background
 from horizonml.state.train_state import TrainState
@@ -41,12 +41,6 @@ _TRIED_BYTES = 1 << 20  # by which the speed of a newcomer's link is measured
 _LONG_SECONDS = 0.3  # of waiting, for which following, which itself takes some time to set up, is worthwhile
 _LEAST_STEPS = 4  # for whose gradients there must be room, or following would not be worthwhile
 
-# How the members of a stage may agree on gradients if one of them follows. These sums come out alike, bit for bit, on
-# all members, and one that contributes zeros changes nothing in them. PowerSGD and sums of 4 bits instead have each
-# member add up what its compression has left out, also of a follower's zeros; Horovod does not overlap with a member
-# that has no backward pass; and members that split channels do not hold each other's state.
-_FOLLOWED = {Sync.ALL_REDUCE, Sync.FP16}
-
 
 def followers(held: Moves, present: frozenset[int], plan: Plan) -> frozenset[int]:
     """Return the ranks that can follow, of those that receive layers: `held` says which, and from whom.
@@ -54,7 +48,7 @@ def followers(held: Moves, present: frozenset[int], plan: Plan) -> frozenset[int
     These are ranks that hold nothing (`present` are those that do) and whose stages all have another member that does
     not follow. Where all members of a stage are newcomers, the first one gets its layers before training goes on.
     """
-    ways = {number: stage.sync in _FOLLOWED for number, stage in enumerate(plan.stages)}
+    ways = {number: stage.sync.can_be_followed for number, stage in enumerate(plan.stages)}
     found = {
         rank
         for rank in {receiver for _, _, receiver in held} - present

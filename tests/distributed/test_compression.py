@@ -101,8 +101,8 @@ def test_links_send_less(pool: Pool, model: str, send: str, bytes_ratio: float, 
     ],
 )
 def test_sums_send_less(pool: Pool, model: str, kind: str, error: float) -> None:
-    exact, compressed = exactly(pool, 3, (3,), model), pool.run(3, train, (3,), model, "fp32", Sync(kind))
-    again = pool.run(3, train, (3,), model, "fp32", Sync(kind))
+    exact, compressed = exactly(pool, 3, (3,), model), pool.run(3, train, (3,), model, "fp32", Sync.named(kind))
+    again = pool.run(3, train, (3,), model, "fp32", Sync.named(kind))
     for (state, reports), (other, exact_reports), (repeated, _) in zip(compressed, exact, again, strict=True):
         assert all(torch.equal(state[key], repeated[key]) for key in state)
         assert all(torch.equal(state[key], compressed[0][0][key]) for key in state)
@@ -157,7 +157,7 @@ def lose_a_member(rank: int, world_size: int, store: Store, sync: Sync) -> float
 
 @pytest.mark.parametrize("kind", ["fp16", "powersgd", "int4"])
 def test_a_member_that_is_lost_is_noticed_in_the_middle_of_a_compressed_sum(pool: Pool, kind: str) -> None:
-    assert max(pool.run(3, lose_a_member, Sync(kind))) < 30  # the group's time-out is 300 s
+    assert max(pool.run(3, lose_a_member, Sync.named(kind))) < 30  # the group's time-out is 300 s
 
 
 def unanswered(rank: int, world_size: int, store: Store) -> str:

@@ -12,12 +12,12 @@ from horizonml.engine.local_steps import open_session
 from horizonml.engine.sync.compressed import WHOLE_STEPS
 from horizonml.models.zoo import Model
 from horizonml.plan.local import Local
-from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.plan.plan import SYNCS, Plan, Stage, Sync
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import LOCAL_NETWORK, Host, Profile
 from horizonml.planner.reasons import traffic
 from horizonml.profiling.measure import measure
-from horizonml.runtime.agreement import powersgd_bytes
+from horizonml.runtime.agreement import synced_bytes
 from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
@@ -84,7 +84,9 @@ def test_what_is_predicted_is_sent(pool: Pool, profile: Profile, name: str) -> N
     plan = PLANS[name]
     plan.check(6, RANKS)
     hosts = [Host(tuple(range(RANKS)), 4.0, 1e12)]
-    problem = Problem([profile] * RANKS, hosts, LOCAL_NETWORK, FULL, 0, powersgd_bytes=powersgd_bytes(model_of()))
+    problem = Problem(
+        [profile] * RANKS, hosts, LOCAL_NETWORK, FULL, 0, synced_bytes=synced_bytes(model_of(), SYNCS.values())
+    )
     predicted = traffic(problem, plan).ranks
     found = pool.run(RANKS, sent, plan)
     # Besides gradients, members tell each other which parameters have one: a number for each.

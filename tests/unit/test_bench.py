@@ -20,8 +20,8 @@ from horizonml.errors import HorizonError, JobError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.resources import OtherWork, available_cores
-from horizonml.plan.local import limits_of
 from horizonml.plan.spec import Strategy
+from horizonml.plan.strategies import facts_of
 from horizonml.report.bench import compare, scaling
 from horizonml.report.bench.report import write_report
 from horizonml.report.bench.study import ScalingMode, is_busy, load_study
@@ -202,7 +202,7 @@ def test_a_strategy_is_given_no_workers_or_micro_batches_that_it_cannot_have() -
         job = changed(Job.model_validate({"parallel": {"micro_batches": 2, "strategy": "ddp"}}), {"name": "x"})
         parallel = changed(job, compare.strategy_changes(strategy, 5)).parallel
         assert parallel.world_size() == (1 if strategy == "single" else 5)
-        with pytest.raises(JobError) if limits_of(strategy).min_workers > 2 else nullcontext():
+        with pytest.raises(JobError) if facts_of(strategy).min_workers > 2 else nullcontext():
             changed(job, compare.strategy_changes(strategy, 2))
 
 

@@ -6,9 +6,9 @@ import torch
 
 from horizonml.data.tensors import TensorSpec
 from horizonml.engine.link import BoundaryCodec, Codec
-from horizonml.engine.sync.compressed import powersgd_ratio
 from horizonml.models.boundary import Boundary
 from horizonml.plan.plan import FORMATS
+from horizonml.plan.syncs import Sync
 
 LOSSY = ["bf16", "int8", "int4"]
 SHAPES: list[tuple[int, ...]] = [(8, 16, 16), (32, 4, 4), (40,), (3, 1, 1)]
@@ -108,4 +108,5 @@ def test_a_tensor_of_whole_numbers_is_sent_as_it_is() -> None:
 
 def test_powersgd_sends_thin_matrices_where_that_pays() -> None:
     shapes = [(64, 64, 3, 3), (64,), ()]
-    assert powersgd_ratio(shapes) == pytest.approx((4 * (64 + 576) + 64 + 1) / (64 * 576 + 64 + 1))
+    assert Sync.POWERSGD.bytes_of(shapes) == 4 * (4 * (64 + 576) + 64 + 1)
+    assert Sync.FP16.bytes_of(shapes) == 2 * (64 * 576 + 64 + 1)

@@ -20,7 +20,7 @@ from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Host, Network, Profile
 from horizonml.planner.search import search
 from horizonml.planner.shape_reasons import reasons
-from horizonml.planner.strategies import uses_horovod
+from horizonml.planner.strategies import syncs_of
 from tests.unit.test_planner import profile
 
 TEXT = """
@@ -188,7 +188,7 @@ def test_a_plan_that_is_written_and_read_is_the_same_plan(tmp_path: Path, strate
         job = read_plan(parse("", "job.yaml", [f"parallel.strategy={other}"]), tmp_path / "plan.yaml")
         assert plan_of(job) == plan
         assert job.parallel.world_size() == ranks
-        assert uses_horovod(job.parallel) == (strategy == "horovod")
+        assert any(sync.package for sync in syncs_of(job.parallel)) == (strategy == "horovod")
 
 
 def test_uneven_shares_formats_and_splits_come_back(tmp_path: Path) -> None:

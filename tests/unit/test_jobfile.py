@@ -29,7 +29,11 @@ ERRORS = [
         [],
         "stage 1 starts at layer 4, but layer 3 comes next",
     ),
-    ("parallel: {stages: [{ranks: [0], split: channels}, {ranks: [1]}]}", [], "only a plan of one stage can split"),
+    (
+        "parallel: {stages: [{ranks: [0], split: channels}, {ranks: [1]}]}",
+        [],
+        "splits channels; only a plan of one",
+    ),
     (
         "parallel: {gradient_compression: fp16, stages: [{ranks: [0, 1], split: channels}]}",
         [],

@@ -57,7 +57,9 @@ def problem_on(network: Network, parallel: str = "", ranks: int = 4, own: Profil
     fields = f"strategy: auto, workers: {ranks}, schedule: 1f1b{parallel or ', exact: false'}"
     job = parse(f"{{batch_size: 64, parallel: {{{fields}}}}}", "job.yaml")
     hosts = [Host((rank,), 1.0, 1e12) for rank in range(ranks)]
-    problem = problem_for(job, [own or profile()] * ranks, hosts, network, 1, powersgd_bytes=(MIB // 50,) * 6)
+    problem = problem_for(
+        job, [own or profile()] * ranks, hosts, network, 1, synced_bytes={"powersgd": (MIB // 50,) * 6}
+    )
     return replace(problem, constraints=replace(problem.constraints, micro_batches=(1, 2, 4, 8)))
 
 
@@ -192,7 +194,7 @@ def test_plans_of_any_devices_and_links_are_exact_unless_the_job_allows_otherwis
         replace(
             problem_on(Network(1e-3, 1e9, access), f", exact: {word}, micro_batches: 4", ranks),
             profiles=made,
-            powersgd_bytes=(MIB // 50,) * layers,
+            synced_bytes={"powersgd": (MIB // 50,) * layers},
         )
         for word in ("true", "false")
     )
@@ -232,7 +234,7 @@ def test_only_the_part_of_a_sum_counts_that_outlasts_its_delay() -> None:
     assert added(every=8, delay=6) == pytest.approx(0.0)
     assert added(every=8, fragments=4, delay=1) == pytest.approx(4 * 0.05 / 8)
     coded = outer_cost(problem, replicas(Local(8, format="int4")), 0.1)
-    assert coded.waiting == pytest.approx(FORMATS["int4"] * 0.6 / 8)
+    assert coded.waiting == pytest.approx(FORMATS["int4"].ratio * 0.6 / 8)
     together = judge(problem, replicas(None)).prediction.seconds
     assert judge(problem, replicas(Local(8, 4, 1))).prediction.seconds < together
 
@@ -276,7 +278,10 @@ def test_bytes_are_those_of_the_links_and_of_the_sums() -> None:
     assert found.sums == ((0.0,), (1.5 * MIB, 1.5 * MIB))
     assert found.ranks == {0: 64 * 1024, 1: 32 * 1024 + 1.5 * MIB, 2: 32 * 1024 + 1.5 * MIB}
     local = replicas(Local(8, format="int4"), 3)
-    assert summed_bytes(problem, local, local.stages[0]) == [pytest.approx(4 / 3 * 6 * MIB * FORMATS["int4"] / 8)] * 3
+    assert (
+        summed_bytes(problem, local, local.stages[0])
+        == [pytest.approx(4 / 3 * 6 * MIB * FORMATS["int4"].ratio / 8)] * 3
+    )
     small = replace(problem, profiles=[profile(parameters=1000)] * 3, hosts=[Host((0, 1, 2), 3.0, 1e12)])
     assert traffic(small, replicas(None, 3)).sums == ((12000.0, 6000.0, 6000.0),), "along a tree"
     assert tree._ARITY == gradients.TREE_ARITY

@@ -12,12 +12,13 @@ from horizonml.plan.gradients import powersgd_numbers
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.spec import Strategy
+from horizonml.plan.strategies import STRATEGIES
 from horizonml.planner.cost import synced_bytes
 from horizonml.planner.evaluator import judge
 from horizonml.planner.planner import choose, fixed_plan, measures_every_device, needs_profile, problem_for
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Host, Network
-from horizonml.planner.strategies import STRATEGIES, constraints_of, uses_horovod, uses_powersgd
+from horizonml.planner.strategies import constraints_of, syncs_of
 from horizonml.runtime.launch import for_this_machine
 from tests.unit.test_planner import profile
 
@@ -87,8 +88,11 @@ def test_stages_of_one_member_have_nothing_to_agree_on() -> None:
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
-        ("[{ranks: [0, 1], sync: horovod}, {ranks: [2]}]", "only a plan of one stage can sum gradients by Horovod"),
-        ("[{ranks: [0, 1], sync: channels}, {ranks: [2]}]", "only a plan of one stage can split channels"),
+        (
+            "[{ranks: [0, 1], sync: horovod}, {ranks: [2]}]",
+            "by Horovod; only a plan of one stage can",
+        ),
+        ("[{ranks: [0, 1], sync: channels}, {ranks: [2]}]", "stage 0 splits channels; only a plan of one stage can"),
         ("[{ranks: [0, 1], split: channels, sync: fp16}]", "fp16 does not split channels"),
         ("[{ranks: [0, 0]}]", "names a rank twice"),
         ("[{ranks: [0, 2]}]", "must be 0 to 1, without gaps"),
@@ -107,7 +111,9 @@ def test_a_plan_in_which_horovod_sums_for_one_of_several_stages_is_refused() -> 
 
 def test_what_is_summed_follows_from_the_stage() -> None:
     layers = profile(0.001, 0.001, parameters=1000)
-    problem = Problem([layers] * 2, [Host((0, 1), 2.0, 1e12)], Network(0.0, 1e3), 4, 0, powersgd_bytes=(100, 50))
+    problem = Problem(
+        [layers] * 2, [Host((0, 1), 2.0, 1e12)], Network(0.0, 1e3), 4, 0, synced_bytes={"powersgd": (100, 50)}
+    )
     expected = {Sync.ALL_REDUCE: 2000, Sync.FP16: 1000, Sync.POWERSGD: 150, Sync.HOROVOD: 2000, Sync.HOROVOD_FP16: 1000}
     for sync, size in expected.items():
         assert synced_bytes(problem, sync, 0, 2) == size
@@ -129,8 +135,7 @@ def test_every_strategy_of_the_job_file_is_in_the_table() -> None:
     for strategy in STRATEGIES:
         parallel = parse("", "job.yaml", [f"parallel.strategy={strategy}"]).parallel
         assert measures_every_device(parallel) == (strategy == "auto")
-        assert uses_horovod(parallel) == (strategy == "horovod")
-        assert not uses_powersgd(parallel)
+        assert syncs_of(parallel) == {STRATEGIES[strategy].sync}
         assert not needs_profile(parallel, 1)
         assert needs_profile(parallel, 4) == (strategy in ("pipeline", "hybrid", "auto"))
 

@@ -272,7 +272,7 @@ def test_formats_that_a_trial_has_ruled_out_stay_ruled_out(tmp_path: Path) -> No
         assert read is not None
         assert read.tried == tried
         stages = ask(read, rates={"all": rate}).found.plan.stages
-        return {stage.send for stage in stages[:-1]} | {stage.sync.value for stage in stages if len(stage.ranks) > 1}
+        return {stage.send for stage in stages[:-1]} | {stage.sync.name for stage in stages if len(stage.ranks) > 1}
 
     tried = Tried(0, 8, {3: "bf16"}, "fp16", "fp32")
     assert "int4" in used("fp16", "40Mbit", None)

@@ -273,6 +273,11 @@ def has_gpus_of_its_own(members: Members) -> bool:
     return gpus and members.group.on_one_host(members.ranks)
 
 
+def exact_sums(module: nn.Module, members: Members) -> AllReduce:
+    """Return what sums the gradients of a stage as 32-bit floats; all members call this together. Raises PeerLost."""
+    return (NcclAllReduce if has_gpus_of_its_own(members) else AllReduce)(module, members)
+
+
 class NcclAllReduce(AllReduce):
     """Sums the buckets where they are, while the backward pass goes on."""
 

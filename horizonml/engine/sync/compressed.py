@@ -7,7 +7,6 @@ its first steps uncompressed, as a new run does.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,15 +19,9 @@ from horizonml.comm.group import TreeSum
 from horizonml.comm.work import Work
 from horizonml.engine.sync.allreduce import AllReduce, Bucket
 from horizonml.engine.sync.base import Members
-from horizonml.plan.gradients import POWERSGD_RANK, POWERSGD_WORTH, powersgd_numbers
+from horizonml.plan.gradients import POWERSGD_RANK, POWERSGD_WORTH
 
 WHOLE_STEPS = 10  # uncompressed steps before PowerSGD begins
-
-
-def powersgd_ratio(shapes: Sequence[Sequence[int]]) -> float:
-    """Return the numbers that PowerSGD sends for parameters of these shapes, relative to those of whole sums."""
-    every = sum(math.prod(shape) for shape in shapes)
-    return sum(map(powersgd_numbers, shapes)) / every if every else 1.0
 
 
 class Compressed(AllReduce, ABC):
@@ -51,15 +44,10 @@ class Compressed(AllReduce, ABC):
     def _sum(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         return self._sum_compressed(flat, views) if views else super()._sum(flat, views)
 
-    @abstractmethod
     def _bytes_of_gradients(self) -> int:
-        """Return the bytes of gradients that this member sends in a step."""
-
-    def _ring_bytes(self, ratio: float) -> int:
-        """Return the bytes that a member sends if gradients take `ratio` of their bytes and are summed along a ring."""
-        count = len(self._members.ranks)
-        whole = sum(bucket.flat.nbytes - 4 * bucket.extra for bucket in self._buckets)
-        return int(2 * (count - 1) * ratio * whole / count)
+        """Return the bytes of gradients that this member sends in a step: along a ring, those of the plan's `Sync`."""
+        count, shapes = len(self._members.ranks), [parameter.shape for parameter in self._parameters]
+        return int(2 * (count - 1) * self._members.stage.sync.bytes_of(shapes) / count)
 
     @abstractmethod
     def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
@@ -79,9 +67,6 @@ class _HalfSum:
 
 class HalfAllReduce(Compressed):
     """Sums gradients as 16-bit floats."""
-
-    def _bytes_of_gradients(self) -> int:
-        return self._ring_bytes(0.5)
 
     def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         sent = flat.half()
@@ -141,7 +126,6 @@ class PowerSgdAllReduce(Compressed):
 
         members.group.at_close(forget)
         super().__init__(module, members)
-        self._thin = powersgd_ratio([parameter.shape for parameter in self._parameters])
 
     def close(self) -> None:
         """See `GradientSync`. What PowerSGD remembers goes, too."""
@@ -157,7 +141,10 @@ class PowerSgdAllReduce(Compressed):
         return [*buckets, Bucket([], extra, self._device)] if extra else buckets
 
     def _bytes_of_gradients(self) -> int:
-        return self._ring_bytes(self._thin if self._state.iter >= WHOLE_STEPS else 1.0)
+        if self._state.iter >= WHOLE_STEPS:
+            return super()._bytes_of_gradients()
+        count = len(self._members.ranks)
+        return 2 * (count - 1) * sum(4 * parameter.numel() for parameter in self._parameters) // count
 
     def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         def begin(host: Tensor) -> Work:
@@ -174,3 +161,14 @@ class PowerSgdAllReduce(Compressed):
 
         self._group.follow(powerSGD_hook(self._state, _HookBucket(flat, views))).wait()  # type: ignore[arg-type]
         flat.mul_(len(self._members.ranks))
+
+
+def halves(gradients: Tensor) -> Tensor:
+    """Return gradients that were converted to 16-bit floats and back, for the planner's cost of `fp16`."""
+    return gradients.half().float()
+
+
+def thin(gradients: Tensor) -> Tensor:
+    """Return what PowerSGD leaves of a matrix: it makes two thin products, and subtracts theirs. See `halves`."""
+    left: Tensor = torch.linalg.qr(gradients @ torch.ones(gradients.shape[1], POWERSGD_RANK)).Q
+    return gradients - left @ (gradients.T @ left).T

@@ -23,7 +23,6 @@ from horizonml.comm.group import Group
 from horizonml.engine.sync.base import Members, SyncedBuffers, trainable
 from horizonml.errors import JobError, PeerLost
 from horizonml.machine.network import address_of
-from horizonml.plan.plan import Sync
 from horizonml.state.parts import Part
 
 _OURS = "HORIZONML_HOROVOD"  # set where the rendezvous comes from this module
@@ -148,7 +147,7 @@ class HorovodSync:
         members.group.at_close(self._forget)  # before `connect`, and so called after it has shut Horovod down
         self._hvd, self._clock, self._first = connect(members.group), members.clock, members.place == 0
         self._group = members.group
-        half = members.stage.sync is Sync.HOROVOD_FP16
+        half = not members.stage.sync.exact
         self._compression = self._hvd.Compression.fp16 if half else self._hvd.Compression.none
         self._parameters = trainable(module)
         self._buffers = SyncedBuffers(module)

@@ -8,7 +8,7 @@ from pathlib import Path
 from horizonml.errors import JobError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
-from horizonml.plan.local import limits_of
+from horizonml.plan.strategies import facts_of
 from horizonml.report import charts, run_plots
 from horizonml.report.bench.study import (
     Case,
@@ -65,7 +65,7 @@ MEASURED: dict[str, object] = {"early_stop.patience": None, "checkpoint.enabled"
 
 def strategy_changes(strategy: str, workers: int) -> dict[str, object]:
     """Return the changes that give a job another strategy, and change nothing else that matters to the result."""
-    limits = limits_of(strategy)
+    limits = facts_of(strategy)
     changes: dict[str, object] = {
         "parallel.strategy": strategy,
         "parallel.workers": min(workers, limits.max_workers or workers),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
-from horizonml.plan.local import limits_of
+from horizonml.plan.strategies import facts_of
 from horizonml.report import charts
 from horizonml.report.bench.compare import MEASURED, strategy_changes
 from horizonml.report.bench.study import Case, Factors, Result, ScalingMode, Study, failures, typical, warnings, where
@@ -31,7 +31,7 @@ def cases(
     for repeat in range(repeats):
         for count in sorted({1, *workers}):
             for strategy in ["single"] if count == 1 else strategies:
-                if count < limits_of(strategy).min_workers:
+                if count < facts_of(strategy).min_workers:
                     continue
                 batch = job.batch_size * (count if mode is ScalingMode.WEAK else 1)
                 changes = {

@@ -1,0 +1,248 @@
+"""Lists the ways in which members of a stage agree on its gradients, and the formats that travel between stages.
+
+`SYNCS` has one row for each way, with every fact that the engine, the planner, the job file and the documentation need
+of it. To add a way, write its implementation and a row: see `docs/extending.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar
+
+from horizonml.plan.gradients import powersgd_numbers
+
+
+@dataclass(frozen=True)
+class Format:
+    """Describes a format of activations and their gradients on a link between stages: a row of `FORMATS`."""
+
+    ratio: float  # of its bytes to those of float32
+    what: str
+    error: str  # by how much each number is off; empty for exact formats
+    tried_first: bool = False  # whether a run uses it only once a warm-up has shown what it costs in accuracy
+
+
+# The most precise first. The bytes of int4 include its scales, of 16 bits for 64 values.
+FORMATS = {
+    "fp32": Format(1.0, "32-bit floats", ""),
+    "bf16": Format(0.5, "16-bit floats", "each is off by at most 1/256 of itself"),
+    "int8": Format(0.25, "8-bit integers", "each is off by at most 1/254 of the largest of its channel or sample"),
+    "int4": Format(4.25 / 32, "4-bit integers", "each is off by at most 1/13 of the largest of 64", tried_first=True),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Sync:
+    """Describes one way in which members of a stage agree on its gradients: a row of `SYNCS`."""
+
+    name: str  # in plans and job files
+    what: str  # what the members sum or do, in words
+    implementation: str  # `module:callable`, which makes a `GradientSync` from a stage's module and its `Members`
+    # The more exact way that takes its place where it is too imprecise; None for exact ways. What is exact gives the
+    # result of float32, apart from the order of additions.
+    fallback: Sync | None = None
+    error: str = ""  # by how much each number is off, where the way is not exact
+    ratio: float = 1.0  # of the bytes that members sum to those of float32
+    # How many numbers are sent for a parameter of a shape, where that depends on the shape.
+    numbers: Callable[[Sequence[int]], int] | None = None
+    # How often a member encodes or decodes each of its gradients, and `module:function`, which does it to a matrix of
+    # them that often. The profile of a device measures it, and knows its seconds per byte by the name `codec`.
+    codings: int = 0
+    coding: str = ""
+    codec: str = ""
+    # Numbers that a member keeps of each trained parameter because they were left out of its own sum, and of each that
+    # it sums for the others.
+    remainders: tuple[float, float] = (0.0, 0.0)
+    compression: str = ""  # the value of `parallel.gradient_compression` that asks for this in place of `exactly`
+    offered: bool = False  # whether strategy auto may choose it where a job allows plans that are not exact
+    tried_first: bool = False  # whether a run uses it only once a warm-up has shown what it costs in accuracy
+    alone: str = ""  # what a stage does that agrees so, if it must be the only stage of its plan
+    strategy: str = ""  # the strategy that asks for this, if the strategy is named after it
+    package: str = ""  # the optional package that it needs
+    install: str = ""  # how to get that package
+    only_on_processors: bool = False  # whether ranks that use it cannot compute on accelerators
+    sums_in_buckets: bool = True  # whether a bucket is summed while earlier layers are still being computed
+    sums_along_trees: bool = False  # whether few bytes are summed along a tree
+    sums_as_weights_lie: bool = False  # whether weights may have another memory format; other ways see matrices
+    # Whether a newcomer may take part while it still receives its state: zeros must change nothing in the sums, which
+    # come out alike on all members, bit for bit. PowerSGD and sums of 4 bits instead have each member add up what its
+    # compression has left out, also of zeros; Horovod does not overlap with a member that has no backward pass; and
+    # members that split channels do not hold each other's state.
+    can_be_followed: bool = False
+
+    ALL_REDUCE: ClassVar[Sync]
+    FP16: ClassVar[Sync]
+    INT4: ClassVar[Sync]
+    POWERSGD: ClassVar[Sync]
+    CHANNELS: ClassVar[Sync]
+    HOROVOD: ClassVar[Sync]
+    HOROVOD_FP16: ClassVar[Sync]
+    LOCAL: ClassVar[Sync]
+
+    @classmethod
+    def named(cls, name: str) -> Sync:
+        """Return the way with this name. Raises ValueError if there is none."""
+        if name not in SYNCS:
+            raise ValueError(f"{name[:40]!r} is no way to agree on gradients; there are {', '.join(SYNCS)}")
+        return SYNCS[name]
+
+    @property
+    def exact(self) -> bool:
+        """Return whether the result is that of float32, apart from the order of additions."""
+        return self.fallback is None
+
+    @property
+    def exactly(self) -> Sync:
+        """Return the exact way that would take its place."""
+        return self if self.fallback is None else self.fallback.exactly
+
+    @property
+    def steps_alone(self) -> bool:
+        """Return whether members take local steps, and sum nothing in a usual step."""
+        return self is Sync.LOCAL
+
+    @property
+    def splits_channels(self) -> bool:
+        """Return whether members split the channels of layers instead of the samples."""
+        return self is Sync.CHANNELS
+
+    def bytes_of(self, shapes: Sequence[Sequence[int]]) -> float:
+        """Return the bytes that members sum of the gradients of parameters of these shapes."""
+        if self.numbers is not None:
+            return 4.0 * sum(map(self.numbers, shapes))
+        return 4 * self.ratio * sum(map(math.prod, shapes))
+
+    def load(self) -> Any:
+        """Return what makes a rank's `GradientSync`, imported only now because it may need an optional package."""
+        return resolve(self.implementation)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Callable[[str], Sync], tuple[str]]:
+        return Sync.named, (self.name,)
+
+
+def resolve(path: str) -> Any:
+    """Return what a path `module:name` of a row names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+_HOROVOD = "`make horovod` builds it into .venv in about four minutes (or choose ddp, which needs nothing)"
+_HALVES = ("16-bit floats", "each is off by at most 1/2048 of itself")
+
+Sync.ALL_REDUCE = Sync(
+    "all-reduce",
+    "32-bit floats",
+    "horizonml.engine.sync.allreduce:exact_sums",
+    sums_along_trees=True,
+    sums_as_weights_lie=True,
+    can_be_followed=True,
+)
+Sync.FP16 = Sync(
+    "fp16",
+    _HALVES[0],
+    "horizonml.engine.sync.compressed:HalfAllReduce",
+    fallback=Sync.ALL_REDUCE,
+    error=_HALVES[1],
+    ratio=0.5,
+    codings=2,
+    coding="horizonml.engine.sync.compressed:halves",
+    codec="fp16",
+    compression="fp16",
+    offered=True,
+    sums_as_weights_lie=True,
+    can_be_followed=True,
+)
+Sync.INT4 = Sync(
+    "int4",
+    "4-bit numbers",
+    "horizonml.engine.sync.coded_sum:Int4AllReduce",
+    fallback=Sync.FP16,
+    error="what rounding leaves out is added to the next sum",
+    ratio=FORMATS["int4"].ratio,
+    codings=4,  # its own and, to know the error, back; the others' parts of its own piece; and the sums likewise
+    codec="int4",  # as on links, where it is measured
+    remainders=(1.0, 1.0),
+    compression="int4",
+    offered=True,
+    tried_first=True,
+)
+Sync.POWERSGD = Sync(
+    "powersgd",
+    "thin matrices (PowerSGD)",
+    "horizonml.engine.sync.compressed:PowerSgdAllReduce",
+    fallback=Sync.FP16,
+    error="what they leave out is added to the next sum",
+    numbers=powersgd_numbers,
+    codings=1,
+    coding="horizonml.engine.sync.compressed:thin",
+    codec="powersgd",
+    remainders=(1.0, 0.0),
+    compression="powersgd",
+    offered=True,
+    tried_first=True,
+    sums_in_buckets=False,
+)
+Sync.CHANNELS = Sync(
+    "channels",
+    "nothing, as members split the channels within layers",
+    "horizonml.engine.sync.channels:Channels",
+    alone="splits channels",
+    strategy="tensor",
+)
+Sync.HOROVOD = Sync(
+    "horovod",
+    "32-bit floats by Horovod",
+    "horizonml.engine.sync.horovod:HorovodSync",
+    alone="sums its gradients by Horovod",
+    strategy="horovod",
+    package="horovod",
+    install=_HOROVOD,
+    only_on_processors=True,
+)
+Sync.HOROVOD_FP16 = Sync(
+    "horovod-fp16",
+    f"{_HALVES[0]} by Horovod",
+    "horizonml.engine.sync.horovod:HorovodSync",
+    fallback=Sync.HOROVOD,
+    error=_HALVES[1],
+    ratio=0.5,
+    compression="fp16",
+    alone="sums its gradients by Horovod",
+    strategy="horovod",
+    package="horovod",
+    install=_HOROVOD,
+    only_on_processors=True,
+)
+Sync.LOCAL = Sync("local", "nothing in a usual step, as members take local steps", "", Sync.ALL_REDUCE, ratio=0.0)
+
+# The most precise first, of those that strategy auto may choose.
+SYNCS: dict[str, Sync] = {
+    sync.name: sync
+    for sync in (
+        Sync.ALL_REDUCE,
+        Sync.FP16,
+        Sync.INT4,
+        Sync.POWERSGD,
+        Sync.CHANNELS,
+        Sync.HOROVOD,
+        Sync.HOROVOD_FP16,
+        Sync.LOCAL,
+    )
+}
+
+
+def offered() -> tuple[Sync, ...]:
+    """Return the ways that strategy auto may choose where a job allows plans that are not exact, precise ones first."""
+    return tuple(sync for sync in SYNCS.values() if sync.offered)
+
+
+def compressed(exact: Sync, compression: str) -> Sync | None:
+    """Return the way that sums as `exact` does, with what `parallel.gradient_compression` says, or None."""
+    found = (sync for sync in SYNCS.values() if sync.compression == compression and compression)
+    return next((sync for sync in found if sync.exactly is exact), None)
