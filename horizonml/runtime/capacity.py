@@ -44,8 +44,8 @@ def device_of(job: Job, place: int) -> Compute:
     if own is not None:
         if requested not in ("auto", "cpu"):
             raise JobError(
-                f"{source}: {requested}, but parallel.strategy: {own.strategy or own.name} computes on processors here; "
-                "choose cpu, or ddp"
+                f"{source}: {requested}, but parallel.strategy: {own.strategy or own.name} computes on processors "
+                "here; choose cpu, or ddp"
             )
         requested = "cpu"
     return choose_device(requested, place, source)
