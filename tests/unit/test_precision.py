@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horizonml.comm import tree
+from horizonml.comm import group
 from horizonml.errors import HorizonError, JobError
 from horizonml.job.jobfile import changed, parse
 from horizonml.plan import gradients
@@ -283,7 +283,7 @@ def test_bytes_are_those_of_the_links_and_of_the_sums() -> None:
     )
     small = replace(problem, profiles=[profile(parameters=1000)] * 3, hosts=[Host((0, 1, 2), 3.0, 1e12)])
     assert traffic(small, replicas(None, 3)).sums == ((12000.0, 6000.0, 6000.0),), "along a tree"
-    assert tree._ARITY == gradients.TREE_ARITY
+    assert group._ARITY == gradients.TREE_ARITY
 
 
 def test_each_choice_has_a_sentence() -> None:
