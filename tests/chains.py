@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.engine.split_backward import backward
-from horizonml.models.boundary import Values, flat, values_of
-from horizonml.models.cutting import Layers
+from horizonml.models.boundary import Layers, Values, flat, values_of
 
 
 def loss_of(outputs: object) -> Tensor:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horizonml.models.boundary import Boundary, Values, values_of
+from horizonml.models.boundary import Boundary, Layers, Values, values_of
 from horizonml.models.chain import Chain
-from horizonml.models.cutting import Layers, Uncut, WholeModule
+from horizonml.models.cutting import Uncut, WholeModule
 from horizonml.models.zoo import Model
 from horizonml.plan.execution import PLAIN, Execution, Executions, Run
 from horizonml.plan.plan import Sync

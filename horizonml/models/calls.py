@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError
-from horizonml.models.boundary import flat
+from horizonml.models.boundary import arguments, flat, per_sample, run_on_zeros
 from horizonml.models.tracing import Attributes, nothing_made, tried_out
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -176,8 +176,7 @@ class Leaf:
     @property
     def spec(self) -> TensorSpec | None:
         """Return the tensor's description if it has the batch, and only the batch, in its first dimension."""
-        batch_first = (self.one[:1], self.two[:1]) == ((1,), (2,)) and self.one[1:] == self.two[1:]
-        return TensorSpec(self.one[1:], self.dtype) if batch_first else None
+        return per_sample(TensorSpec(self.one, self.dtype), TensorSpec(self.two, self.dtype))
 
 
 @dataclass
@@ -186,7 +185,7 @@ class Call:
 
     unit: str
     sources: frozenset[Source]  # of everything that it was given, and of what decided that it is called
-    leaves: list[Any]  # what it returned: a Leaf for each tensor, and other values as they are
+    leaves: list[Any]  # what it returned: a Leaf, or in a single run a tensor, and other values as they are
     structure: Any
     changes: frozenset[Result] = frozenset()  # results that it changes in place
 
@@ -261,23 +260,12 @@ class _Recorder(Forward):
         return self._run.call(self._name, self._unit, args, kwargs)
 
 
-@dataclass
-class _Seen:
-    """A call as it was seen in one run."""
-
-    unit: str
-    sources: frozenset[Source]
-    tensors: list[Any]
-    structure: Any
-    changes: frozenset[Result]
-
-
 class _Run:
     """Runs the model's forward once."""
 
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
         self.tracker = _Tracker()
-        self.seen: list[_Seen] = []
+        self.seen: list[Call] = []
         self._results: dict[Result, Tensor] = {}
         forwards = {name: _Recorder(self, name, unit) for name, unit in units.items()}
         skeleton = Skeleton(model, forwards, kept=())
@@ -297,7 +285,7 @@ class _Run:
             versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in copies]
             own_args, own_kwargs = tree_unflatten(copies, structure)
             attributes = Attributes(unit, name)
-            outcome = torch.func.functional_call(unit, _zeros_of(unit), own_args, own_kwargs)
+            outcome = run_on_zeros(unit, own_args, own_kwargs)
             after = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in copies]
         finally:
             self.tracker.paused = False
@@ -312,7 +300,7 @@ class _Run:
                 self.give((number, place), leaf)
         storages = {leaf.untyped_storage()._cdata for leaf in changed}
         results = {key for key, tensor in self._results.items() if tensor.untyped_storage()._cdata in storages}
-        self.seen.append(_Seen(name, sources, returned, form, frozenset(results)))
+        self.seen.append(Call(name, sources, returned, form, frozenset(results)))
         return tree_unflatten(returned, form)
 
     def give(self, result: Result, tensor: Tensor) -> None:
@@ -379,16 +367,11 @@ def record_calls(
     )
 
 
-def arguments(inputs: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a model's forward for these inputs."""
-    return ((), dict(zip(names, inputs, strict=True))) if names else (tuple(inputs), {})
-
-
-def _call(one: _Seen, two: _Seen, training: _Seen) -> Call:
+def _call(one: Call, two: Call, training: Call) -> Call:
     """Return the description of a call that was seen three times. Raises ValueError if the results do not match."""
     if one.structure != two.structure:
         raise ValueError(f"what {one.unit} returns depends on the batch")
-    leaves = [_leaf(first, second, one.unit) for first, second in zip(one.tensors, two.tensors, strict=True)]
+    leaves = [_leaf(first, second, one.unit) for first, second in zip(one.leaves, two.leaves, strict=True)]
     return Call(
         one.unit,
         one.sources | two.sources | training.sources,
@@ -408,11 +391,3 @@ def _leaf(one: Any, two: Any, unit: str) -> Any:
 
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
-
-
-def _zeros_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return zeros for a module's parameters and buffers, which may have no memory themselves."""
-    return {
-        name: torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-    }

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError
-from horizonml.models.boundary import Boundary, flat
+from horizonml.models.boundary import Boundary, Layers, flat, output_boundary, unique_names
 from horizonml.models.cuts import Graph, cut_points, require_same
 from horizonml.models.tracing import trace
 from horizonml.models.weights import aliases, copy_persistence
@@ -28,12 +28,8 @@ from horizonml.text import count, some
 _GRAPH_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
-class Chain:
-    """Holds a model's layers in order.
-
-    `names[i]` is the name of layer `i`; `boundaries[i]` describes its input, and the last entry of `boundaries`
-    describes the model's output. `len(chain)` is the number of layers, so there are `len(chain) - 1` cut points.
-    """
+class Chain(Layers):
+    """Holds the layers of a model whose graph can be recorded."""
 
     def __init__(self, model: nn.Module, input: InputSpec) -> None:
         """Trace `model` (usually on the meta device) for inputs of shape `[batch, *input.shape]`.
@@ -50,28 +46,19 @@ class Chain:
         points = cut_points(self._graph)
         self._stops = [*points, len(self._graph.nodes)]
         self.boundaries = [Boundary(tuple(input.tensors)), *map(self._boundary, points), self._output()]
-        self.names = _unique_names([self._nodes(index) for index in range(len(self))])
+        layers = [self._nodes(index) for index in range(len(self))]
+        paths = [[str(node.target) for node in nodes if node.op == "call_module"] for nodes in layers]
+        last = [nodes[-1].name for nodes in layers]
+        self.names = unique_names(zip(paths, last, last, strict=True))
         self._aliases = aliases(model)
-        self.spare: tuple[str, ...] = ()  # tensors that the forward never uses; the last layer keeps them
-
-    def __len__(self) -> int:
-        return len(self._stops)
 
     def _nodes(self, index: int) -> list[fx.Node]:
         """Return the operations of a layer."""
-        return self._graph.nodes[self._start(index) : self._stops[index]]
-
-    def _start(self, index: int) -> int:
-        return self._stops[index - 1] if index else 0
+        return self._graph.nodes[slice(*self._span(index, index + 1))]
 
     def slice(self, start: int, stop: int, of: nn.Module | None = None) -> fx.GraphModule:
-        """Return layers `start` to `stop - 1` as a module that takes the tensors of boundary `start` one by one.
-
-        It returns the tensor of boundary `stop`, or a tuple if there are several; the last layer returns what the
-        model returns. The module shares the model's submodules, or those of `of`, a larger slice that is in memory.
-        """
-        assert 0 <= start < stop <= len(self), (start, stop, len(self))
-        first, last = self._start(start), self._stops[stop - 1]
+        """Return layers, as `Layers.slice` says, with the submodules of `of`, a larger slice that is in memory."""
+        first, last = self._span(start, stop)
         source, graph = self._graph, fx.Graph()
         entering = source.alive(first)
         names = ["input"] if len(entering) == 1 else [f"input_{number}" for number in range(len(entering))]
@@ -122,7 +109,6 @@ class Chain:
         return [alias for alias, name in self._aliases.items() if id(named.get(name)) in used]
 
     def bond(self, index: int) -> str | None:
-        """Return what keeps a layer from being cut, as a part of a sentence, or None if nothing in its graph does."""
         nodes = self._nodes(index)
         names = {id(tensor): name for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]}
         users: dict[int, list[fx.Node]] = {}
@@ -130,7 +116,9 @@ class Chain:
             for tensor in self._graph.tensors(node):
                 users.setdefault(id(tensor), []).append(node)
         shared = {key: found for key, found in users.items() if len(found) > 1}
-        position = {node: number for number, node in enumerate([*self._graph.alive(self._start(index)), *nodes])}
+        position = {
+            node: number for number, node in enumerate([*self._graph.alive(self._span(index, index + 1)[0]), *nodes])
+        }
         if shared:
             widest = max(shared, key=lambda key: position[shared[key][-1]] - position[shared[key][0]])
             first, last = shared[widest][0].name, shared[widest][-1].name
@@ -145,7 +133,6 @@ class Chain:
         return f"the connection from {start} to {end} skips {count(skipped, 'operation')}" if skipped else None
 
     def report(self) -> str:
-        """Return a sentence about what has no part in the training, or an empty one."""
         used = {id(tensor) for node in self._graph.nodes for tensor in self._graph.tensors(node)}
         unused = [name for name, parameter in self._model.named_parameters() if id(parameter) not in used]
         return f"its forward never uses {some(unused)}, which training does not change" if unused else ""
@@ -166,28 +153,6 @@ class Chain:
         )
 
     def _output(self) -> Boundary:
-        """Return the description of what the model returns. Raises ModelError."""
         leaves = fx.map_arg(self._graph.result, lambda node: self._graph.statics.get(node, node))
-        specs = [self._graph.results.get(leaf) for leaf in flat(leaves) if leaf is not None]
-        tensors = tuple(spec for spec in specs if isinstance(spec, TensorSpec))
-        if len(tensors) < len(specs):
-            raise ModelError(
-                f"{type(self._model).__name__} does not return tensors with the batch in their first dimension"
-            )
-        return Boundary(tensors)
-
-
-def _unique_names(segments: list[list[fx.Node]]) -> list[str]:
-    """Return a name for each layer: what the names of its modules have in common, or else its last operation."""
-    names: list[str] = []
-    for segment in segments:
-        paths = [str(node.target).split(".") for node in segment if node.op == "call_module"]
-        common: list[str] = []
-        for parts in zip(*paths, strict=False):
-            if len(set(parts)) != 1:
-                break
-            common.append(parts[0])
-        name = ".".join(common) or segment[-1].name
-        taken = {name} & set(names)
-        names.append(f"{name}.{segment[-1].name}" if taken else name)
-    return names
+        found = [self._graph.results.get(leaf) for leaf in flat(leaves) if leaf is not None]
+        return output_boundary(self._model, [one if isinstance(one, TensorSpec) else None for one in found])

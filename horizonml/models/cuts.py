@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError, is_out_of_memory
+from horizonml.models.boundary import per_sample, refused, run_on_zeros, seen
 from horizonml.models.tracing import changed_by, tried_out
 from horizonml.tasks.task import InputSpec
 
@@ -30,47 +31,21 @@ Result = TensorSpec | Static | None
 """What an operation returns: a tensor with the batch in its first dimension, a constant, or anything else."""
 
 
-@dataclass
-class Run:
-    """Holds what was found out about the nodes of a graph; tensors that share memory have numbers in common."""
-
-    results: dict[fx.Node, Result]
-    memory: dict[fx.Node, frozenset[int]]
-    """The memory in which the tensors are that a node returns."""
-    changes: dict[fx.Node, frozenset[int]]
-    """The memory that a node changes in place."""
-
-
-def run(model: nn.Module, graph: fx.Graph, inputs: Sequence[fx.Node], input: InputSpec) -> Run:
-    """Return what each node of the graph does. Raises ModelError if the model does not accept the inputs."""
-    with tried_out(model):
-        model.eval()
-        one, two = (_run(model, graph, inputs, input, batch) for batch in (1, 2))
+def _compare(one: dict[fx.Node, Any], two: dict[fx.Node, Any]) -> dict[fx.Node, Result]:
+    """Return what each node results in, having seen it for batches of 1 and 2."""
     results: dict[fx.Node, Result] = {}
-    for node, value in one.found.items():
-        found = _compare(value, two.found[node])
+    for node, value in one.items():
+        other = two[node]
         # What is computed from the number of rows may be the same for both batches, and differ for larger ones.
         counted = node.target is not operator.getitem and any(
-            results[source] is None and _is_plain(one.found[source]) for source in node.all_input_nodes
+            results[source] is None and _is_plain(one[source]) for source in node.all_input_nodes
         )
-        results[node] = None if counted and isinstance(found, Static) else found
-    return Run(results, two.memory, two.changes)
-
-
-def _compare(one: Any, two: Any) -> Result:
-    """Return what a node results in, having seen it for batches of 1 and 2."""
-    if isinstance(one, _Shape) and isinstance(two, _Shape):
-        same = one.dtype == two.dtype and one.shape[1:] == two.shape[1:]
-        batch_first = (one.shape[:1], two.shape[:1]) == ((1,), (2,))
-        return TensorSpec(one.shape[1:], one.dtype) if same and batch_first else None
-    return Static(one) if _is_plain(one) and type(one) is type(two) and one == two else None
-
-
-class _Shape:
-    """Describes a tensor, which itself is not kept."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        if isinstance(value, TensorSpec) and isinstance(other, TensorSpec):
+            results[node] = per_sample(value, other)
+        else:
+            same = _is_plain(value) and type(value) is type(other) and value == other
+            results[node] = Static(value) if same and not counted else None
+    return results
 
 
 _OPAQUE = object()  # stands for what is neither a tensor nor a constant
@@ -84,15 +59,15 @@ def _is_plain(value: Any) -> bool:
 
 
 @dataclass
-class _Seen:
-    """Holds what was seen in one run."""
+class _Run:
+    """Holds what was seen in one run; tensors that share memory have numbers in common."""
 
     found: dict[fx.Node, Any] = field(default_factory=dict)
-    memory: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
-    changes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+    memory: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # in which the tensors are that a node returns
+    changes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # memory that a node changes in place
 
 
-def _run(model: nn.Module, graph: fx.Graph, inputs: Sequence[fx.Node], input: InputSpec, batch: int) -> _Seen:
+def _run(model: nn.Module, graph: fx.Graph, inputs: Sequence[fx.Node], input: InputSpec, batch: int) -> _Run:
     """Run the graph on a batch of zeros, with the parameters of one operation in memory at a time.
 
     It does not run on the meta device, whose Python kernels would load torch's compiler into every rank (70 MB).
@@ -102,7 +77,7 @@ def _run(model: nn.Module, graph: fx.Graph, inputs: Sequence[fx.Node], input: In
         for node, spec in zip(inputs, input.tensors, strict=True)
     }
     values: dict[fx.Node, Any] = {}
-    seen = _Seen()
+    run = _Run()
     last_use = {source: node for node in graph.nodes for source in node.all_input_nodes}
     for number, node in enumerate(graph.nodes):
         if node.op == "output":
@@ -117,23 +92,19 @@ def _run(model: nn.Module, graph: fx.Graph, inputs: Sequence[fx.Node], input: In
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                shapes = " and ".join(str(list(tensor.shape)) for tensor in input.tensors)
-                raise ModelError(
-                    f"{type(model).__name__} does not accept inputs of shape {shapes} (fails at {node.target}): "
-                    f"{error}. {input.advice}".rstrip()
-                ) from error
+                raise refused(model, input, error, at=f" (fails at {node.target})") from error
         value = values[node]
-        changed = [seen.memory[one] for one, versions in before.items() if _versions(values[one]) != versions]
+        changed = [run.memory[one] for one, versions in before.items() if _versions(values[one]) != versions]
         if changed:
-            seen.changes[node] = frozenset().union(*changed)
+            run.changes[node] = frozenset().union(*changed)
         places = _storages(value)
-        shared = [seen.memory[one] for one in node.all_input_nodes if places & _storages(values[one])]
-        seen.memory[node] = frozenset((number,)).union(*shared)
-        seen.found[node] = _Shape(value) if isinstance(value, Tensor) else _OPAQUE if _tensors(value) else value
+        shared = [run.memory[one] for one in node.all_input_nodes if places & _storages(values[one])]
+        run.memory[node] = frozenset((number,)).union(*shared)
+        run.found[node] = seen(value) if isinstance(value, Tensor) else _OPAQUE if _tensors(value) else value
         for source in [*node.all_input_nodes, node]:
             if last_use.get(source, source) is node:
                 values.pop(source, None)
-    return seen
+    return run
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -161,11 +132,7 @@ def _result(model: nn.Module, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) and value.is_meta else value
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
-        tensors = {
-            name: torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-        }
-        return torch.func.functional_call(module, tensors, args, kwargs)
+        return run_on_zeros(module, args, kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
@@ -221,8 +188,10 @@ class Graph:
         graph.owning_module = model  # type: ignore[assignment]  # lets fx tell which modules may be dropped
         self.model = model
         self.inputs = _inputs(graph, input.names)
-        found = run(model, graph, self.inputs, input)
-        self.results, self._memory, self._changes = found.results, found.memory, found.changes
+        with tried_out(model):
+            model.eval()
+            one, two = (_run(model, graph, self.inputs, input, batch) for batch in (1, 2))
+        self.results, self._memory, self._changes = _compare(one.found, two.found), two.memory, two.changes
         for node in graph.nodes:  # some modules change tensors in training only
             if (changed := changed_by(model, node)) is not None:
                 self._changes[node] = self._changes.get(node, frozenset()) | self._memory[changed]

@@ -14,11 +14,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError, is_out_of_memory
-from horizonml.machine.code import where
-from horizonml.models.boundary import Boundary, flat
-from horizonml.models.calls import arguments
+from horizonml.models.boundary import (
+    Boundary,
+    Layers,
+    arguments,
+    flat,
+    output_boundary,
+    per_sample,
+    refused,
+    run_on_zeros,
+    seen,
+)
 from horizonml.models.chain import Chain
 from horizonml.models.structure import LISTS, Structure
 from horizonml.models.tracing import MadeLater, Untraceable, tried_out
@@ -56,30 +63,24 @@ class WholeModule(nn.Module):
         return self.horizonml_root(*args, **kwargs)
 
 
-class Uncut:
-    """Holds a model as a single layer, as `Chain` holds one with many."""
+class Uncut(Layers):
+    """Holds a model as a single layer."""
 
     def __init__(self, model: nn.Module, input: InputSpec, reason: str) -> None:
         """Run the model once on zeros to learn what it returns; `reason` is why it is not cut. Raises ModelError."""
         self._model, self._input, self._reason = model, input, reason
-        self.names = [type(model).__name__]
-        self.spare: tuple[str, ...] = ()  # it holds all tensors anyway
+        self.names, self._stops = [type(model).__name__], [1]
         self.boundaries = [Boundary(tuple(input.tensors)), _output(model, input)]
 
-    def __len__(self) -> int:
-        return 1
-
     def slice(self, start: int, stop: int) -> nn.Module:
-        """Return the model, as `Chain.slice` does."""
+        """Return the model itself."""
         assert (start, stop) == (0, 1), (start, stop)
         return WholeModule(self._model, self._input.names)
 
     def bond(self, index: int) -> str | None:
-        """Return what keeps the model from being cut, as `Chain.bond` does."""
         return self._reason
 
     def report(self) -> str:
-        """Return a sentence that says that the model is not cut, and why."""
         return f"{type(self._model).__name__} is not cut into layers: {self._reason}"
 
 
@@ -91,44 +92,29 @@ def _output(model: nn.Module, input: InputSpec) -> Boundary:
     except ModelError:  # some layers cannot do with one sample
         sizes = 2, 3
         found = [_returned(model, input, rows) for rows in sizes]
-    specs = []
-    for one, two in zip(*found, strict=True):
-        if one is None:
-            continue
-        batch_first = isinstance(one, Tensor) and isinstance(two, Tensor) and one.shape[1:] == two.shape[1:]
-        if not batch_first or (*one.shape[:1], *two.shape[:1]) != sizes:
-            raise ModelError(f"{type(model).__name__} does not return tensors with the batch in their first dimension")
-        specs.append(TensorSpec(tuple(one.shape[1:]), one.dtype))
-    if not specs:
-        raise ModelError(f"{type(model).__name__} does not return tensors with the batch in their first dimension")
-    return Boundary(tuple(specs))
+    specs = [
+        per_sample(seen(one), seen(two), sizes) if isinstance(one, Tensor) and isinstance(two, Tensor) else None
+        for one, two in zip(*found, strict=True)
+        if one is not None
+    ]
+    return output_boundary(model, specs)
 
 
 @torch.no_grad()
 def _returned(model: nn.Module, input: InputSpec, rows: int) -> tuple[object, ...]:
     """Return the leaves of what a model returns in evaluation mode for zeros, with zeros for its tensors."""
-    zeros = {
-        name: torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
     values = [torch.zeros(rows, *spec.shape, dtype=spec.dtype) for spec in input.tensors]
     args, kwargs = arguments(values, input.names)
     try:
         with tried_out(model):
             model.eval()
-            return flat(torch.func.functional_call(model, zeros, args, kwargs))
+            return flat(run_on_zeros(model, args, kwargs))
     except MadeLater:
         raise
     except Exception as error:  # the model's own code runs here, and may fail in any way
         if is_out_of_memory(error):
             raise
-        shapes = " and ".join(str(list(spec.shape)) for spec in input.tensors)
-        raise ModelError(
-            f"{type(model).__name__} does not accept inputs of shape {shapes}: {where(error)}. {input.advice}".rstrip()
-        ) from error
-
-
-Layers = Chain | Structure | Uncut
+        raise refused(model, input, error) from error
 
 
 @dataclass(frozen=True)
@@ -163,8 +149,8 @@ def cut(model: nn.Module, input: InputSpec, cutting: Cutting = AUTOMATIC) -> tup
     neither way is one layer.
     """
     if cutting.by == "nothing":
-        layers: Layers = Uncut(model, input, cutting.reason)
-        return layers, layers.report()
+        uncut = Uncut(model, input, cutting.reason)
+        return uncut, uncut.report()
     if cutting.by == "modules":
         structure = Structure(model, input, cutting.without)
         return structure, _note(model, structure, cutting.reason)

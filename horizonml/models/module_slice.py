@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from horizonml.errors import ModelError
-from horizonml.models.calls import INPUTS, Calls, Forward, Leaf, Result, Skeleton, arguments
+from horizonml.models.boundary import arguments
+from horizonml.models.calls import INPUTS, Calls, Forward, Leaf, Result, Skeleton
 
 
 @dataclass(frozen=True)

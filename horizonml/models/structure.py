@@ -17,8 +17,7 @@ from torch.nn.utils import parametrize
 
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError, is_out_of_memory
-from horizonml.machine.code import where
-from horizonml.models.boundary import Boundary
+from horizonml.models.boundary import Boundary, Layers, output_boundary, refused, unique_names
 from horizonml.models.calls import INPUTS, Call, Calls, Leaf, Pin, Result, Source, record_calls
 from horizonml.models.module_slice import ModuleSlice, Part
 from horizonml.tasks.task import InputSpec
@@ -29,8 +28,8 @@ _LARGE = 8  # a piece with more than one in so many of the model's parameters is
 _MOST_PIECES = 16  # into which it is cut
 
 
-class Structure:
-    """Holds a model's layers in order, as `Chain` does; a layer consists of one call of a unit or several."""
+class Structure(Layers):
+    """Holds the layers of a model that is cut between calls of units; a layer consists of one call or several."""
 
     def __init__(self, model: nn.Module, input: InputSpec, without: frozenset[int] = frozenset()) -> None:
         """Find the units of `model` (usually on the meta device) and how they are called.
@@ -52,16 +51,15 @@ class Structure:
         ]  # the calls before which it is cut
         self._stops = [*self.points, self._number]
         self.boundaries = [Boundary(tuple(input.tensors)), *map(self._boundary, self._stops[:-1]), self._output()]
-        self.names = self._layer_names()
-        self.spare: tuple[str, ...] = ()  # tensors that the forward never uses; the last layer keeps them
-
-    def __len__(self) -> int:
-        return len(self._stops)
+        calls = [[call.unit for call in self._calls.calls[slice(*self._span(n, n + 1))]] for n in range(len(self))]
+        self.names = unique_names(
+            (units, max(units, key=lambda unit: _size(self._units[unit])), str(index))
+            for index, units in enumerate(calls)
+        )
 
     def slice(self, start: int, stop: int) -> nn.Module:
-        """Return layers `start` to `stop - 1` as a module, as `Chain.slice` does."""
-        assert 0 <= start < stop <= len(self), (start, stop, len(self))
-        first, last = self._start(start), self._stops[stop - 1]
+        """Return layers, as `Layers.slice` says."""
+        first, last = self._span(start, stop)
         entering = self._crossing(first) if first else [(INPUTS, place) for place in range(len(self._input.tensors))]
         leaving = self._crossing(last) if last < self._number else None
         kept = {pin for pin, (_, end) in self._pins.items() if first <= min(end, self._number - 1) < last}
@@ -72,8 +70,7 @@ class Structure:
         return ModuleSlice(self._model, part, self._units, kept)
 
     def bond(self, index: int) -> str | None:
-        """Return what keeps a layer from being cut, as `Chain.bond` does."""
-        first, last = self._start(index), self._stops[index]
+        first, last = self._span(index, index + 1)
         calls = self._calls.calls
         spans = [
             (user - source[0] - 1, calls[source[0]].unit, calls[user].unit)
@@ -85,7 +82,6 @@ class Structure:
         return f"the connection from {start} to {end} skips {count(skipped, 'module')}" if skipped else None
 
     def report(self) -> str:
-        """Return a sentence about what could not be cut, or an empty one."""
         parts = []
         pins = sorted(name for name, (first, last) in self._pins.items() if first < last)
         if pins:
@@ -95,16 +91,11 @@ class Structure:
             parts.append(f"its forward never calls {some(unused)}, which training does not change")
         return "; ".join(parts)
 
-    def _start(self, index: int) -> int:
-        return self._stops[index - 1] if index else 0
-
     def _record(self) -> Calls:
         """Return how the forward calls the units; those that return anything but a batch, and learn nothing, are glue.
 
         Every stage does what they do itself. Raises ModelError.
         """
-        name = type(self._model).__name__
-        shapes = " and ".join(str(list(tensor.shape)) for tensor in self._input.tensors)
         try:
             while True:
                 calls = record_calls(self._model, self._units, self._input.tensors, self._input.names)
@@ -117,10 +108,7 @@ class Structure:
         except Exception as error:  # the model's own code runs here, and may fail in any way
             if is_out_of_memory(error):
                 raise
-            raise ModelError(
-                f"{name} cannot be cut by its modules for inputs of shape {shapes}: {where(error)}. "
-                f"{self._input.advice}".rstrip()
-            ) from error
+            raise refused(self._model, self._input, error, "cannot be cut by its modules for inputs") from error
 
     def _find_needed(self) -> list[set[Result]]:
         """Return for each call, and for the model's end, the results that it or a later one needs."""
@@ -219,27 +207,8 @@ class Structure:
 
     def _output(self) -> Boundary:
         """Return the description of what the model returns. Raises ModelError."""
-        specs = [leaf.spec if isinstance(leaf, Leaf) else None for leaf in self._calls.outputs if leaf is not None]
-        tensors = tuple(spec for spec in specs if spec is not None)
-        if not specs or len(tensors) < len(specs):
-            raise ModelError(
-                f"{type(self._model).__name__} does not return tensors with the batch in their first dimension"
-            )
-        return Boundary(tensors)
-
-    def _layer_names(self) -> list[str]:
-        """Return a name for each layer: what its units have in common, or else the largest of them."""
-        names: list[str] = []
-        for index in range(len(self)):
-            units = [call.unit for call in self._calls.calls[self._start(index) : self._stops[index]]]
-            common: list[str] = []
-            for parts in zip(*(unit.split(".") for unit in units), strict=False):
-                if len(set(parts)) > 1:
-                    break
-                common.append(parts[0])
-            name = ".".join(common) or max(units, key=lambda unit: _size(self._units[unit]))
-            names.append(f"{name}.{index}" if name in names else name)
-        return names
+        leaves = [leaf for leaf in self._calls.outputs if leaf is not None]
+        return output_boundary(self._model, [leaf.spec if isinstance(leaf, Leaf) else None for leaf in leaves])
 
 
 def _units(model: nn.Module) -> dict[str, nn.Module]:

@@ -17,9 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from horizonml.data.seeds import python_seeded
 from horizonml.errors import ModelError, is_out_of_memory
-from horizonml.models.boundary import Boundary
-from horizonml.models.calls import arguments
-from horizonml.models.cutting import AUTOMATIC, Cutting, Layers, WholeModule, cut
+from horizonml.models.boundary import Boundary, Layers, arguments
+from horizonml.models.cutting import AUTOMATIC, Cutting, WholeModule, cut
 from horizonml.models.libraries import LIBRARIES, check_options, gpt_model, vision_model
 from horizonml.models.own_state import OwnState
 from horizonml.models.pretrained import Pretrained
