@@ -73,7 +73,7 @@ class Visit:
     def __init__(self, browser: Browser, size: dict[str, int], **options: Any) -> None:
         self._context = browser.new_context(viewport=size, **options)  # type: ignore[arg-type]
         self.page: Page = self._context.new_page()
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(60_000)
         self.complaints: list[str] = []
         self.asked: list[str] = []
         self.page.on("console", lambda said: self.complaints.append(f"{said.type}: {said.text}"))
@@ -107,7 +107,7 @@ def visit(browser: Browser) -> Iterator[Callable[..., Visit]]:
 def predict(page: Page) -> None:
     """Ask what would be if nothing changed."""
     page.click("#what-if button[type=submit]")
-    page.wait_for_selector("#what-if .compare, #what-if .error", timeout=45_000)
+    page.wait_for_selector("#what-if .compare, #what-if .error")
     assert page.locator("#what-if .compare").count(), page.inner_text("#what-if [role=status]")
 
 
@@ -275,7 +275,7 @@ def test_the_page_says_when_nothing_is_there_yet_and_goes_on_by_itself(
         assert not page.is_visible("#notice")
         assert page.evaluate("getComputedStyle(document.querySelector('.pulse')).display") == "none"
         append(folder / "rank-1.jsonl", "\x00rubbish\n")
-        page.wait_for_selector("#notice:has-text('1 line of the records is damaged')", timeout=30_000)
+        page.wait_for_selector("#notice:has-text('1 line of the records is damaged')")
         assert look.complaints == []
 
 
@@ -313,8 +313,8 @@ def test_a_live_run_grows_on_the_page_is_stopped_there_and_the_page_outlives_its
     assert said == []
     watching.send_signal(signal.SIGINT)
     assert watching.wait(20) == 0
-    page.wait_for_selector("#notice:has-text('The connection to the service is lost; trying again')", timeout=30_000)
+    page.wait_for_selector("#notice:has-text('The connection to the service is lost; trying again')")
     with PageServer(run, ("127.0.0.1", free_port)):
-        page.wait_for_selector("#notice:has-text('Stopped as asked')", timeout=40_000)
+        page.wait_for_selector("#notice:has-text('Stopped as asked')")
     assert token not in (run / "rank-0.jsonl").read_text()
     assert ours(folder) == []
