@@ -32,12 +32,12 @@ from horizonml.errors import CheckpointError
 from horizonml.plan.plan import Plan
 from horizonml.state.average import in_common, is_inner
 from horizonml.state.move import most_of_shards
+from horizonml.state.runfolder import PROBE
 from horizonml.state.shards import inner_name
 from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 _CHUNK = 1 << 20
-_PROBE = ".probe-"  # begins the names of files by which ranks find out who shares a disk
 
 
 Token = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]  # of a rank's probe
@@ -52,12 +52,12 @@ class Probe:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._earlier = self._names()
-            (folder / f"{_PROBE}{self.token}").touch()
+            (folder / f"{PROBE}{self.token}").touch()
         except OSError as error:
             _log.warning("cannot write to %s: %s", folder, error.strerror or error)
 
     def _names(self) -> list[str]:
-        return [name for name in os.listdir(self._folder) if name.startswith(_PROBE)]
+        return [name for name in os.listdir(self._folder) if name.startswith(PROBE)]
 
     def lead(self, tokens: Sequence[str], rank: int) -> int:
         """Return the first rank whose file is here; `tokens` are those of all ranks, whose files are all written."""
@@ -65,11 +65,11 @@ class Probe:
             names = set(self._names())
         except OSError:
             return rank
-        return min([rank, *(other for other, token in enumerate(tokens) if f"{_PROBE}{token}" in names)])
+        return min([rank, *(other for other, token in enumerate(tokens) if f"{PROBE}{token}" in names)])
 
     def remove(self) -> None:
         """Delete the file, once all ranks have looked, and those that were left behind before."""
-        for name in [f"{_PROBE}{self.token}", *self._earlier]:
+        for name in [f"{PROBE}{self.token}", *self._earlier]:
             with suppress(OSError):
                 (self._folder / name).unlink()
 

@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 MARK = ".horizonml-run"
 _TEXT = "This folder is a run of HorizonML.\n"
 _PLACES = ".places"  # a lock for each rank, and who holds it
+PROBE = ".probe-"  # begins the names of files by which ranks find out who shares a disk; each deletes its own
 _NO_LOCKS = (ENOLCK, ENOSYS, EOPNOTSUPP)  # how file systems report that they have no locks
 _MEASURED = ("cluster.yaml", "profile-*.yaml")  # what is known of the devices, which holds for the next run as well
 _LOCK_SECONDS = 5.0  # a process that was killed a moment ago may still be exiting
@@ -211,8 +212,13 @@ class RunFolder:
         problem = foreign(self.path)
         if problem is not None:
             return problem
-        # The ranks of this run have their places here, and print into their logs.
-        earlier = [path for path in _content(self.path) if path.name not in (MARK, _PLACES) and path.suffix != ".log"]
+        # The ranks of this run have their places and their probes here, and print into their logs.
+        kept = (MARK, _PLACES)
+        earlier = [
+            path
+            for path in _content(self.path)
+            if path.name not in kept and not path.name.startswith(PROBE) and path.suffix != ".log"
+        ]
         if not any(_holds_files(path) for path in earlier):
             return None  # an attempt that never trained must not cost the run before it
         previous = _previous(self.path)

@@ -18,6 +18,7 @@ from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.identity import Identity
 from horizonml.runtime.worker import Worker
+from horizonml.state.disks import Probe
 from horizonml.state.runfolder import MARK, RunFolder, make_run_folder
 from horizonml.state.shards import steps
 from horizonml.telemetry.log import JsonLines, read_lines
@@ -64,8 +65,11 @@ def test_only_runs_are_moved_away_and_deleted(tmp_path: Path) -> None:
     assert place.set_aside() is None
     assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "first"
     (run / "rank-0.jsonl").write_text("second")
+    probe = Probe(run)  # of another rank, which may delete it at any moment
     assert place.set_aside() is None
     assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "second"
+    assert probe.lead([probe.token], 0) == 0 and not list((tmp_path / "run.previous").glob(".probe-*"))
+    probe.remove()
 
     # An attempt that failed before its first step leaves empty folders and logs, and no run to keep.
     (run / "rank-0.log").write_text("error: there is no module my_netwrk")
