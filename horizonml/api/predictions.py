@@ -1,7 +1,4 @@
-"""Writes what a trained model predicts as a table, a row for each sample.
-
-Implements `horizonml.generate`: what a trained language model writes.
-"""
+"""Implements predictions by a trained model: tables with a row for each sample, and generated text."""
 
 from __future__ import annotations
 

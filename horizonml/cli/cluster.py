@@ -1,7 +1,4 @@
-"""The commands about jobs in Kubernetes: `horizonml cluster`.
-
-It also shows the ranks of a job in a cluster as a table.
-"""
+"""The commands about jobs in Kubernetes, `horizonml cluster`, and the table that shows a job's ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The command that exports a trained model: `horizonml export`.
-
-The commands that use a trained model: `horizonml evaluate`, `predict` and `generate`.
-"""
+"""The commands that use a trained model: `horizonml export`, `evaluate`, `predict` and `generate`."""
 
 from __future__ import annotations
 

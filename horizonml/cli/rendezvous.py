@@ -1,7 +1,4 @@
-"""The command that serves the rendezvous: `horizonml rendezvous`.
-
-The command that makes and shows the token: `horizonml token`.
-"""
+"""The commands that serve the rendezvous and make the token: `horizonml rendezvous` and `horizonml token`."""
 
 from __future__ import annotations
 

@@ -2,14 +2,11 @@
 
 Ranks find each other through the rendezvous service's store. Its client waits for ever for a service that accepts
 connections but does not answer, and gloo notices nothing else while it connects. So both work in a thread, for which a
-rank waits no longer than it may take, and no longer than its group lasts.
-
-It also makes gloo ignore further connections once a group has connected.
+rank waits no longer than it may take, and no longer than its group lasts. Between gloo and the store stands a class
+that puts tunnels in the place of other machines' addresses.
 
 gloo listens as long as a process group lasts, and every connection of a stranger costs the process a descriptor, until
-it has none left and is aborted.
-
-It also stands between gloo and a group's store, and puts tunnels in the place of other machines' addresses.
+it has none left and is aborted. So gloo is made to ignore further connections once the group has connected.
 """
 
 from __future__ import annotations

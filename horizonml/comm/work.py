@@ -1,9 +1,8 @@
 """Waits for messages and sums that are under way, no longer than their group lasts.
 
-Keeps the messages that were sent to some ranks, and plays them back, so that the work of a lost rank can be repeated.
-
-The messages are the tensors themselves, not copies: nobody writes to an activation or a gradient after it was sent.
-Logging what crosses the boundary of a failed part is the idea of SWIFT (Zhong et al., PPoPP 2023).
+The messages that were sent to some ranks can be kept and played back, so that the work of a lost rank can be repeated.
+They are the tensors themselves, not copies: nobody writes to an activation or a gradient after it was sent. Logging
+what crosses the boundary of a failed part is the idea of SWIFT (Zhong et al., PPoPP 2023).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reads data sets from files: torchvision's, downloaded once per machine, and folders of images.
+"""Reads labelled images, before they are normalised: torchvision's data sets, and folders of images.
 
-Provides images and labels before they are normalised.
+torchvision's data sets are downloaded once per machine, whatever the number of ranks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Provides data sets of the user's own: map-style data sets of any tree of tensors.
+"""Provides data sets of the user's own: map-style data sets of any tree of tensors, or the tensors themselves.
 
-The description is read off the first sample. A rank that lacks the files may still work on the layers between: a data
-set that raises FileNotFoundError when it is made is described by the ranks that have it.
-
-It also tells what a data set is made for, by what it says itself or by what its samples look like.
-
-Provides samples that lie in tensors or arrays already, a row of each for every sample.
+The description, and the task that a data set suits, are read off the data set's attributes and its first sample. A rank
+that lacks the files may still work on the layers between: a data set that raises FileNotFoundError when it is made is
+described by the ranks that have it.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ Samples have indices like those of any other data set, so every plan trains on t
 in the middle of an epoch goes on with the shard that it would have needed. `ShardSampler` keeps the samples that follow
 one another within a few shards.
 
-It also keeps shards, which are tar files in the format of WebDataset, and reads samples out of them.
-
-A shard is fetched once per machine, into a cache on disk that is kept below a limit by deleting the shards that were
-not used for the longest time.
+Shards are tar files in the format of WebDataset. A shard is fetched once per machine, into a cache on disk that is kept
+below a limit by deleting the shards that were not used for the longest time.
 """
 
 from __future__ import annotations

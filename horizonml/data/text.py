@@ -2,8 +2,6 @@
 
 A sample is a window of the text; its target is the same window, one token later. The end of the text is held out. The
 tokens are bytes, characters, or those of a tokenizer in the format of Hugging Face's tokenizers.
-
-Turns texts into numbers and back: bytes, characters, or the tokens of a tokenizer in Hugging Face's format.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ when it needs them.
 The clock is switched and never stopped, so the three add up to the wall time. Each of them is measured; none is
 inferred. Where an accelerator computes, the process only hands it work, and goes on to wait for others meanwhile: that
 time is compute for as long as the accelerator was busy, which a `DeviceWatch` tells.
-
-Holds the results of a training step and of an evaluation.
 """
 
 from __future__ import annotations

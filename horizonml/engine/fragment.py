@@ -6,13 +6,10 @@ Nesterov momentum, as in DiLoCo (arXiv 2311.08105). Every member computes the sa
 hold the same bits. If an update arrives late, it is mixed with the parameters after the steps in between (Streaming
 DiLoCo, arXiv 2501.18512, section 2.3).
 
-It also sums vectors over the members of a stage for local steps, in the plan's format, while training may go on.
-
-Encodes only the largest values of a vector: 8 of every 256, in 8 bits each, with their places in 8 bits.
-
-Every block of 256 values is encoded by itself in 18 bytes: a scale of 16 bits, 8 places and 8 values. That is 57 times
-fewer bytes than float32 has. What is left out must be added to the next vector (error feedback; Stich et al., NeurIPS
-2018), as SparseLoCo (arXiv 2508.15706) does with the outer gradients of local steps. Everyone decodes the same bits.
+The sums travel in the plan's format while training goes on. The sparse format has only the largest values of a vector:
+every block of 256 values is encoded by itself in 18 bytes, a scale of 16 bits, 8 places and 8 values of 8 bits each.
+That is 57 times fewer bytes than float32 has. What is left out must be added to the next vector (error feedback; Stich
+et al., NeurIPS 2018), as SparseLoCo (arXiv 2508.15706) does with outer gradients. Everyone decodes the same bits.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
 """Connects a stage with a neighbour: activations travel one way, and their gradients travel back.
 
 Members of the two stages may hold different parts of a micro-batch; each pair exchanges exactly the rows that both
-hold. Receives are posted ahead of need and sends do not block, so bytes move while the rank computes. The plan sets the
-format in which each boundary sends.
+hold. Receives are posted ahead of need and sends do not block, so bytes move while the rank computes.
 
 A message is announced by a header of four bytes that its sender sends just before it. Time until the header arrives is
 `wait`, because the sender was not ready; time after that is `transfer`. A message below `SMALL` bytes arrives in one
 piece and has no header, so the time spent on it is `wait`.
 
-Encodes activations and their gradients for a link: unchanged, in 16 bits, in 8 bits, or in 4 bits.
-
-Every sample is encoded by itself and into the same number of bytes, so a message can hold any rows of a micro-batch.
-`int8` divides values by a scale and rounds them to the nearest of 255 steps, so an error is at most 1/254 of the
-largest value that shares the scale. Where channels are large, every channel of a sample has its own scale (per-channel
-quantisation); otherwise each sample has one (per-row quantisation). `int4` has a scale for every 64 values of a sample,
-and rotates tiles that have negative values (see `quantise`).
+The plan sets the format of each boundary: unchanged, 16 bits, 8 bits or 4 bits. Every sample is encoded by itself and
+into the same number of bytes, so a message can hold any rows of a micro-batch. `int8` divides values by a scale and
+rounds them to the nearest of 255 steps, so an error is at most 1/254 of the largest value that shares the scale. Where
+channels are large, every channel of a sample has its own scale (per-channel quantisation); otherwise each sample has
+one (per-row quantisation). `int4` has a scale for every 64 values of a sample, and rotates tiles that have negative
+values (see `quantise`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Splits a backward pass in two: first the gradient of the stage's input, later the gradients of its weights.
+"""Runs the backward pass of a stage, whole or split in two.
 
-The previous stage waits for the first part only, so the second can fill time in which this stage would be idle (Zero
-Bubble Pipeline Parallelism; Qi et al., ICLR 2024).
+A split pass computes first the gradient of the stage's input, for which the previous stage waits, and later the
+gradients of the stage's weights, which can fill time in which this stage would be idle (Zero Bubble Pipeline
+Parallelism; Qi et al., ICLR 2024).
 
 Autograd's graph is cut where a weight joins the path from the output to the input. The operation there (a convolution
 or a matrix product) receives the gradient of its result in the first part; this gradient is kept, and the second part
 computes the gradient of the weight from it. The gradients of vectors (biases, the parameters of normalisations) cost
 next to nothing and are computed in the first part.
 
-Runs a backward pass from a gradient that a later stage has computed.
-
 When `torch.autograd.backward` in torch 2.13 is given a gradient, it imports sympy, which costs every rank outside the
-last stage 34 MB and a quarter of a second. It does not import sympy when it starts from a scalar.
+last stage 34 MB and a quarter of a second. It does not import sympy when it starts from a scalar, so that is how a pass
+starts here.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Decides on all ranks alike whether a step is committed: whether its gradients are finite, and how they are clipped.
 
 Clipping by the global norm needs the norm over all stages. Every parameter counts once: of the members of a stage,
-which hold the same gradients after their sums, the first one speaks; members that split channels add up their parts;
+which hold the same gradients after their sums, the first one counts; members that split channels add up their parts;
 and of the copies of a tied parameter one counts.
 
-Sums the gradients of parameters that several layers share, such as the embedding and the output of a language model.
-Every layer has a copy of a tied parameter, with optimizer state of its own. All copies begin with the same values and
-receive the sum of all copies' gradients, so they stay equal, wherever the plan puts their layers.
+Several layers may share a parameter, such as the embedding and the output of a language model. Every layer has a copy
+of it, with optimizer state of its own. All copies begin with the same values and receive the sum of all copies'
+gradients, so they stay equal, wherever the plan puts their layers.
 
-Adds up, over all ranks, what a step or an evaluation has found, and the flags that ranks raise.
+One sum over all ranks carries what a step or an evaluation has found, and the flags that ranks raise.
 """
 
 from __future__ import annotations

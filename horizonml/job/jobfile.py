@@ -1,9 +1,7 @@
-"""Reads job files: from YAML to a checked `Job`, with errors that the user can act on.
+"""Reads job files and plan files: from YAML to a checked `Job`, with errors that the user can act on.
 
 Everything that can be checked without PyTorch, a socket or the data is checked here. Unknown keys are refused,
-and every error names the field, the value and a way out.
-
-Writes plans to files, and reads them back into a job.
+and every error names the field, the value and a way out. Plans are written to files in the same form.
 """
 
 from __future__ import annotations

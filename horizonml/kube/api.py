@@ -1,12 +1,8 @@
-"""Talks to Kubernetes' API about a job in a cluster.
+"""Talks to Kubernetes' API about a job in a cluster, and turns what can go wrong into errors for people.
 
-It also reads the metrics of a worker's pod: through the cluster's API, and where network policies keep that out, past
-them.
-
-The API server asks a pod from its own address, which no policy can name. Where policies are enforced and the pod is on
-another node, that goes unanswered. A forwarded port is opened inside the pod instead, as `kubectl port-forward` does.
-
-Turns what can go wrong between a cluster and its user into errors for people.
+The metrics of a worker's pod are read through the cluster's API. The API server asks a pod from its own address, which
+no network policy can name. Where policies are enforced and the pod is on another node, that goes unanswered, and a
+forwarded port is opened inside the pod instead, as `kubectl port-forward` does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Finds out what the workers are doing from the metrics that they serve, as rows of a table.
+"""Determines what each worker of a job is doing, or why its pod does not run and how to fix that.
 
-Finds out why a pod does not run, and says what to do about it.
-
-Pods and nodes are the API's objects as plain dictionaries.
+What a worker is doing is read from the metrics that it serves. Pods and nodes are the API's objects as plain
+dictionaries.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Chooses the device that a rank computes on, and finds out how much memory it has there.
+"""Chooses the device that a rank computes on, and determines how much memory it has there.
 
-It also reads the temperature and the utilization of an NVIDIA GPU, from its driver's library or from a Jetson's kernel.
+The temperature and the utilization of an NVIDIA GPU come from its driver's library, or from a Jetson's kernel.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Finds the code that a job names as `module:attribute`, in the working directory or among the installed packages.
+"""Finds the code and the optional packages that a job needs, or says how to get them.
 
-Checks for the optional packages, and names the command that installs each of them.
+Code is named as `module:attribute`, and lies in the working directory or among the installed packages.
 """
 
 from __future__ import annotations

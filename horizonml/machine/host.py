@@ -1,7 +1,4 @@
-"""Describes this host: its identity, its processor, and the software on it.
-
-Measures the CPU time and the memory of this process.
-"""
+"""Describes this host (its identity, its processor, its software) and what this process uses of it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""Finds the addresses and interfaces of this machine, and which of its networks leads to the rendezvous service.
+"""Finds the addresses and interfaces of this machine, and which of them reach a service or another rank.
 
-Finds out which addresses can be reached, whether or not anything listens there.
-
-Limits where the rank of a job that came over the network fetches files from, and what it says about the answers.
-
-Such a job may name servers on the internet and the device that offers the job. Every address is checked when a
-connection is made, so neither a name that resolves to a private address nor a redirect leads into the network behind
-this device. A rank is confined by an environment variable, which the processes that it starts inherit.
+It also confines the rank of a job that came over the network to the servers that it may fetch files from. Such a job
+may name servers on the internet and the device that offers the job. Every address is checked when a connection is
+made, so neither a name that resolves to a private address nor a redirect leads into the network behind this device. A
+rank is confined by an environment variable, which the processes that it starts inherit.
 """
 
 from __future__ import annotations

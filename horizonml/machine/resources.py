@@ -1,12 +1,9 @@
 """Determines which cores and how much memory this process may use within the limits of its container.
 
-Keeps the memory that training frees, because the next step needs the same amount again.
-
-glibc returns large blocks to the kernel when they are freed, and every step then pays for thousands of page faults to
-get them again. Keeping them makes ResNet-18 steps about a tenth faster on one core; the process stays at the peak size
-that it reaches anyway. See mallopt(3).
-
-Counts the processes that the kernel has ended because memory ran out, in this container and on this machine.
+The memory that training frees is kept, because the next step needs the same amount again. glibc returns large blocks to
+the kernel when they are freed, and every step then pays for thousands of page faults to get them again. Keeping them
+makes ResNet-18 steps about a tenth faster on one core; the process stays at the peak size that it reaches anyway. See
+mallopt(3). The kernel's counts of processes that it has ended because memory ran out are read here, too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Decides when a device that always joins may train: only while its owner does not need it.
 
 Every condition has two thresholds, so that a device does not come and go around one: leaving is quick, and coming back
-takes longer.
-
-Finds out whether anybody uses this device, by its terminals, its desktop, and the load of other programs.
-
-It opens no keyboard and no mouse: the desktop reports to logind when it is idle or locked.
+takes longer. Whether anybody uses the device is seen by its terminals, its desktop, and the load of other programs. No
+keyboard and no mouse is opened: the desktop reports to logind when it is idle or locked.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Describes the work of a training step as data: what a rank does, and in which order.
 
-The engine's interpreter runs a list of actions, and the planner's simulation predicts the same list.
-
-Orders passes for ranks that hold any number of stages, by list scheduling.
-
-As in 1F1B, a backward pass goes before a forward pass, and stage s of S holds at most `S - s` micro-batches. Under
-these bounds no order deadlocks: the last stage with a forward pass to run has its input, and room for it.
+The engine's interpreter runs a list of actions, and the planner's simulation predicts the same list. For ranks that
+hold any number of stages, passes are ordered by list scheduling: as in 1F1B, a backward pass goes before a forward
+pass, and stage s of S holds at most `S - s` micro-batches. Under these bounds no order deadlocks: the last stage with a
+forward pass to run has its input, and room for it.
 """
 
 from __future__ import annotations

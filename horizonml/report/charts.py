@@ -1,8 +1,7 @@
 """Draws charts of measured numbers: bars, lines and a radar, with the spread of repeats.
 
-Makes all pictures look alike: readable in print, and by the colour-blind.
-
-Colours are those of Okabe and Ito, "Color Universal Design" (2008); markers and hatches repeat what they say.
+All pictures look alike, and are readable in print and by the colour-blind: the colours are those of Okabe and Ito,
+"Color Universal Design" (2008), and markers and hatches repeat what they say.
 """
 
 from __future__ import annotations

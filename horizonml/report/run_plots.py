@@ -1,7 +1,4 @@
-"""Draws runs: how they learned, where their time went, and a step of a pipeline.
-
-Draws what a run did while ranks were lost and joined: its steps, its loss, and who was there.
-"""
+"""Draws runs: how they learned, where their time went, a step of a pipeline, and losses and joins of ranks."""
 
 from __future__ import annotations
 

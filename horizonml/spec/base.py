@@ -1,11 +1,8 @@
-"""The base of every part of a job file.
+"""The base of every part of a job file, and the errors about it.
 
 A spec stands in the file `spec.py` beside what it configures and imports nothing of its room, so that a job can be
-read, checked and documented without PyTorch.
-
-Reads durations as people write them: 30s, 10m, 1h30m.
-
-Puts what pydantic finds wrong with a file into sentences that name the field, the value and the fix.
+read, checked and documented without PyTorch. What pydantic finds wrong is put into sentences that name the field, the
+value and the fix. Durations are read as people write them: 30s, 10m, 1h30m.
 """
 
 from __future__ import annotations

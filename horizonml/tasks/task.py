@@ -1,9 +1,7 @@
 """Defines what is learned, as the engine and the models see it: an interface and plain data.
 
 A task implements `Task` in a file of its own. The engine needs nothing else, and knows neither what samples are nor
-what outputs mean.
-
-Checks what a task of the user's own has and returns, so that a mistake is told by name and not by a traceback.
+what outputs mean. What a task of the user's own has and returns is checked, so that errors name the mistake.
 """
 
 from __future__ import annotations

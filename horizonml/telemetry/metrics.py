@@ -1,6 +1,6 @@
 """Updates one rank's Prometheus metrics, which `record` and `table` declare.
 
-It also reads the CPU, memory and network use of a process and its container when Prometheus asks.
+The use of processor, memory and network by the process and its container is read when Prometheus asks.
 """
 
 from __future__ import annotations

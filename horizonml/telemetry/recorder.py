@@ -1,6 +1,6 @@
 """Records what happens in a run: in the rank's file, in its metrics, and on the screen of the first rank.
 
-It also adds up what the ranks tell of their steps, for the records of rank 0: other ranks may record in other folders.
+What ranks report of their steps is added up for the records of rank 0, as other ranks may record in other folders.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Writes a model card: one page of Markdown about an exported model, for whoever finds the file later.
+"""Writes a model card: one page of Markdown about an exported model, with the lines of Python that load it.
 
-It also tells in a few lines of Python how an exported model is loaded, for model cards.
+The card is for people who find the file later and know nothing of the run.
 """
 
 from __future__ import annotations

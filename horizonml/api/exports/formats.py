@@ -1,10 +1,8 @@
-"""Names the formats that a trained model can be exported to, and chooses one by the ending of the file.
+"""Lists the formats that a trained model can be exported to, and checks what was exported.
 
-Tells how a picture becomes an input of an exported model: whoever has only the file must do as the training did.
-
-Finds the samples on which an exported model is compared with the trained one.
-
-Compares what was exported with the trained model, before anything is said to be done.
+The ending of the file chooses the format. An exported model is compared with the trained one on samples of the job's
+data before anything is said to be done. The description of a picture's way to an input is exported as well, because
+users who have only the file must prepare pictures as the training did.
 """
 
 from __future__ import annotations

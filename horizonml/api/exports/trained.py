@@ -1,8 +1,7 @@
 """Builds the model of a checkpoint as an ordinary module with the trained weights.
 
-Tells whether a checkpoint has all tensors that its model computes with, so that no initial value is exported.
-
-Reads the trained weights of a checkpoint without holding them in memory: tensors are views of the shards' files.
+The weights are never held in memory twice: tensors are views of the shards' files. A checkpoint that lacks a tensor
+with which its model computes is refused, so that no initial value is exported.
 """
 
 from __future__ import annotations

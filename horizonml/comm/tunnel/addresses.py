@@ -1,10 +1,9 @@
-"""Gives ranks loopback addresses, and asks the kernel who listens at one and who has connected from one.
+"""Defines the addresses of tunnels: how gloo publishes a rank's address, and how a tunnel names the wanted rank.
 
-Knows the first bytes on a tunnel's connection: who is wanted at the other machine, and the answer.
-
-Reads and rewrites the address that gloo publishes for a rank: a length and the host's name, a length and the address,
-and a number for each of its connections. The address is a `sockaddr_storage` of the kernel's, followed by a sequence
-number.
+Each rank has loopback addresses, and the kernel says who listens at one and who has connected from one. gloo publishes
+a length and the host's name, a length and the address, and a number for each of its connections. The address is a
+`sockaddr_storage` of the kernel's, followed by a sequence number. The first bytes on a tunnel's connection name the
+rank that is wanted at the other machine, and the answer says whether it was reached.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A rank's side of its tunnel: it starts the side process, and tells it what to do.
+"""Controls a rank's tunnel: starts the side process, and sends it requests.
 
-It also chooses the cipher that this machine's processor has instructions for.
-
-What a group is told of its ranks' machines, so that it can connect those on different ones.
+The side process gets the cipher that this machine's processor has instructions for. The ranks of a group exchange what
+they need to know of one another's machines, so that those on different machines connect through their tunnels.
 """
 
 from __future__ import annotations

@@ -10,11 +10,9 @@ BatchNorm's running statistics travel in the last bucket and are averaged by sam
 same state after every step. With them travels which parameters have a gradient at all: the optimizer leaves those alone
 that have none, as it does in one process. Where gradients are compressed, both travel in a message of their own.
 
-Sums gradients with NCCL where each member of a stage has its own GPU in the same machine, without leaving the GPUs.
-
-NCCL is tried before it is used, and all members agree on the result; where it fails for any of them, gloo sums, as
-everywhere else. A member that is lost would leave NCCL waiting forever, so the process waits with a deadline of its own
-and breaks the sums off.
+Where each member has its own GPU in the same machine, NCCL sums without leaving the GPUs. NCCL is tried before it is
+used, and all members agree on the result; where it fails for any of them, gloo sums, as everywhere else. A member that
+is lost would leave NCCL waiting forever, so the process waits with a deadline of its own and breaks the sums off.
 """
 
 from __future__ import annotations

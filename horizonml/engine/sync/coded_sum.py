@@ -1,4 +1,4 @@
-"""Sums vectors over some ranks in 4 bits per value each way, and feeds back what rounding has left out.
+"""Sums gradients in 4 bits per value each way, and feeds back what rounding has left out.
 
 Every rank owns a part of the vector. In the first phase it sends each other rank that rank's part, encoded; the owner
 decodes the parts, and adds them to its own as 32-bit floats, in the order of ranks. In the second phase it sends the
@@ -10,8 +10,6 @@ Interspeech 2014), in both phases (DoubleSqueeze; Tang et al., ICML 2019). So no
 comes later, and values are rounded to the nearest step. The remainders, as large as the vector and one part of it, live
 as long as the sum: after a restart, or once ranks come or go, they begin with zeros, and the run goes on a little
 differently than it would have without an interruption.
-
-Sums gradients in 4 bits per value; see `CodedSum`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Sums gradients with Horovod (Sergeev and Del Balso, 2018).
 
-Horovod fuses and orders the sums itself, in its own thread and over its own connections. Everything else works as with
-the other implementations of `GradientSync`.
-
-It also connects Horovod's ranks through the group they are in, through their launcher, or through MPI.
+Horovod fuses and orders the sums itself, in its own thread and over its own connections, which it makes through the
+group that its ranks are in, through their launcher, or through MPI. Everything else works as with the other
+implementations of `GradientSync`.
 """
 
 from __future__ import annotations

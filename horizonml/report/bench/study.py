@@ -1,12 +1,8 @@
 """Runs a study: many runs of a kind, one after the other, which can be interrupted and resumed.
 
-`FOLDER/runs/NAME/` holds a run's records; see `manifest` for the files beside them.
-
-What the results of a study have to say, in tables and in words.
-
-What a study keeps on disk beside the records of its runs.
-
-`FOLDER/study.json` is the manifest: what is studied. `FOLDER/runs/NAME/done.json` says that a run has come to its end.
+`FOLDER/study.json` is the manifest: what is studied, where, and by which runs. `FOLDER/runs/NAME/` holds a run's
+records, and its `done.json` says that the run has come to its end. The tables and warnings that all kinds of studies
+share are made here, too.
 """
 
 from __future__ import annotations

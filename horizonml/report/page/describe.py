@@ -1,8 +1,6 @@
-"""Describes a run for the page, as JSON.
+"""Describes a run for the page, as JSON: how it stands, what it was planned for, and a simulated step.
 
-It also estimates what flows over each link: records say how much a rank sends in which direction, and the plan to whom.
-
-Adds to a run's description what it was planned for: names of devices, measured links, and a simulated step.
+What flows over each link is estimated: records say how much a rank sends in which direction, and the plan to whom.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Serves the page of a run: the files of the page, what it asks for, and actions for those who have the token.
+"""Serves the page of a run: its files, what it asks for, and actions for those who have the token.
 
-It also decides who may ask what of the page's service, and tells browsers what they may do with its answers.
-
-Stops a run whose ranks are processes of this machine, as Ctrl-C does: after the step, with a checkpoint.
+Browsers are told what they may do with the answers. A run whose ranks are processes of this machine can be stopped from
+the page as by Ctrl-C: after the step, with a checkpoint.
 """
 
 from __future__ import annotations
