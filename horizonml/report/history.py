@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from horizonml.telemetry.goodput import Goodput
 from horizonml.telemetry.record import EvaluationRecord, RecoveryRecord, Source, StepRecord
 from horizonml.telemetry.run_info import RunInfo
-from horizonml.telemetry.table import Goodput
 from horizonml.text import printable
 
 # The ranks of a group describe it within this time of each other. A later group with the same number belongs to a job

@@ -23,9 +23,10 @@ from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.machine.resources import available_cores, memory_limit, memory_used, throttled_seconds
 from horizonml.plan.plan import Plan
 from horizonml.telemetry.fields import MetricSpec, Record, gauge
+from horizonml.telemetry.goodput import CAUSES, Cause, Goodput
 from horizonml.telemetry.record import SHARES, SHOWN, EvaluationRecord, Source, StepRecord, metric_key
 from horizonml.telemetry.run_info import RunInfo
-from horizonml.telemetry.table import CAUSES, CONTAINER, TABLE, Cause, Goodput
+from horizonml.telemetry.table import CONTAINER, TABLE
 
 
 class Container(Collector):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from horizonml.telemetry.table import Goodput
+from horizonml.telemetry.goodput import Goodput
 
 
 def steps(account: Goodput, numbers: range, now: float, each: float = 1.0) -> float:

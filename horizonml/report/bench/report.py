@@ -23,9 +23,9 @@ from horizonml.report.section import (
     changes_table,
     number_rows,
     rank_tables,
+    render,
     write_numbers,
 )
-from horizonml.report.seeds import render
 from horizonml.report.summary import Summary, summarise, traffic
 from horizonml.text import count, human_seconds, percent
 
