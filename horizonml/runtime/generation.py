@@ -49,12 +49,11 @@ from horizonml.runtime.restore import Place, Spare, is_older_than_disk, mirror_f
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import train
 from horizonml.runtime.unreadable import find_unreadable
+from horizonml.state.carry import Digests, digests_of, hand_over, share_state
 from horizonml.state.checkpoint import Arrival, Checkpoints, compatible_with
 from horizonml.state.disks import Probe, find_disks
-from horizonml.state.equal import Digests, digests_of, share_state
 from horizonml.state.follow import Following, needs, room_for
 from horizonml.state.mirror import Mirror
-from horizonml.state.move import hand_over
 from horizonml.state.resume import ShardsAway, agree_on_state
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.recorder import Recorder

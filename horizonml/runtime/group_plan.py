@@ -18,7 +18,7 @@ from horizonml.runtime.guarding import Guard
 from horizonml.runtime.introduction import Introduction
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import StragglerDetector
-from horizonml.state.move import Moves, holders, move, senders
+from horizonml.state.carry import Moves, holders, move, senders
 from horizonml.text import human_bytes, human_seconds
 
 

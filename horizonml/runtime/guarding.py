@@ -21,6 +21,7 @@ a run that is too short for one does without what should not be used untested.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from contextlib import closing
@@ -48,7 +49,6 @@ from horizonml.runtime.capacity import LOCAL_STEPS, MOST_WARM_UPS, NOT_HELD_OUT,
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import Forecast
 from horizonml.runtime.trainer import held_out_batches, training_batch
-from horizonml.state.move import StateCopy
 from horizonml.state.optim import learning_rate
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
@@ -93,6 +93,31 @@ class _Stopped(Exception):
     """Reports that a rank was asked to stop in the middle of a trial."""
 
 
+class _StateCopy:
+    """Holds a copy of all that a rank trains, and of how far it has come."""
+
+    def __init__(self, state: TrainState) -> None:
+        """Copy a state that is whole and valid."""
+        assert state.valid
+        assert not state.parts
+        self._state, self._tensors, self._optimizer = state, *state.contents(copy=True)
+        self._step, self._metrics, self._best = state.step, dict(state.metrics), dict(state.best)
+        self._scales = copy.deepcopy(state.scales)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the state; its layers, and the tensors that hold them, are the same as before."""
+        state = self._state
+        held, _ = state.contents()
+        for name, value in self._tensors.items():
+            held[name].copy_(value)
+        state.replace_optimizer(
+            {name: {key: v.clone() for key, v in kept.items()} for name, kept in self._optimizer.items()}
+        )
+        state.step, state.metrics, state.best = self._step, dict(self._metrics), dict(self._best)
+        state.scales, state.prepared, state.valid = copy.deepcopy(self._scales), None, True
+
+
 class Trial:
     """Tries the lossy choices of a setting, as one rank of a group; all ranks do the same."""
 
@@ -124,7 +149,7 @@ class Trial:
         if reason is not None:
             return self._untried(setting, reason)
         self._say(f"trying on a warm-up of {count(steps, 'step')} what this costs in accuracy: {_list(setting.lossy)}")
-        kept = StateCopy(self._state)
+        kept = _StateCopy(self._state)
         try:
             exact = self._warm_up(setting.exact(), steps, kept)
             if exact is None:
@@ -163,7 +188,7 @@ class Trial:
         instead = _list(cautious.lossy) if cautious.lossy else "everything stays exact"
         return Tried.of(step, 0, cautious, (f"the plan was that {', '.join(changed)}, but {reason}; so {instead}",))
 
-    def _improve(self, setting: Setting, exact: Score, steps: int, kept: StateCopy) -> Tried:
+    def _improve(self, setting: Setting, exact: Score, steps: int, kept: _StateCopy) -> Tried:
         """Return the first setting whose warm-up is as good as the exact one, from `setting` on."""
         texts: list[str] = []
         before = self._state_step(kept)
@@ -185,11 +210,11 @@ class Trial:
             texts.append(f"{count(MOST_WARM_UPS - 1, 'lossy warm-up')} did worse than the exact one: all stays exact")
         return Tried.of(before, steps, setting, tuple(texts))
 
-    def _state_step(self, kept: StateCopy) -> int:
+    def _state_step(self, kept: _StateCopy) -> int:
         kept.restore()
         return self._state.step
 
-    def _warm_up(self, setting: Setting, steps: int, kept: StateCopy) -> Score | None:
+    def _warm_up(self, setting: Setting, steps: int, kept: _StateCopy) -> Score | None:
         """Train a warm-up from the state before the trial, and evaluate it; return None if it diverged."""
         kept.restore()
         job, done = self._job, self._state.step
@@ -214,7 +239,7 @@ class Trial:
         value = self._group.broadcast(math.fsum(values) / len(values), read=measure)
         return Score(metric, value, found[0].samples)
 
-    def _raised(self, setting: Setting, kept: StateCopy) -> tuple[Setting, str]:
+    def _raised(self, setting: Setting, kept: _StateCopy) -> tuple[Setting, str]:
         """Return a setting in which the choices with the largest errors are more precise, and say what has changed."""
         choices = setting.lossy
         measured = 1 < len(choices) <= _MOST_MEASURED
@@ -228,7 +253,7 @@ class Trial:
                 texts.append((str(changed) if changed is not None else f"not: {choice}") + effect)
         return setting, ", ".join(texts)
 
-    def _errors(self, setting: Setting, kept: StateCopy) -> dict[Choice, float]:
+    def _errors(self, setting: Setting, kept: _StateCopy) -> dict[Choice, float]:
         """Return by how much each lossy choice alone changes the gradients of the next batch, relative to their norm.
 
         The errors of sums are those of one step, without error feedback.
@@ -243,7 +268,7 @@ class Trial:
             errors[choice] = error if math.isfinite(error) else math.inf
         return errors
 
-    def _gradients(self, setting: Setting, kept: StateCopy) -> dict[str, torch.Tensor]:
+    def _gradients(self, setting: Setting, kept: _StateCopy) -> dict[str, torch.Tensor]:
         kept.restore()
         batch = training_batch(self._job, self._data, self._sampler, *divmod(self._state.step, self._per_epoch))
         with closing(self._sessions(setting)) as session:

@@ -33,10 +33,10 @@ from horizonml.profiling.probe import probe_network
 from horizonml.runtime.agreement import known
 from horizonml.runtime.life import Last, Life
 from horizonml.runtime.trainer import training_batch
+from horizonml.state.carry import move, senders
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.follow import who_follows
 from horizonml.state.mirror import Mirror, Rebuild, Replica, Report, buddy, owners, rebuilds, together
-from horizonml.state.move import move, senders
 from horizonml.state.optim import learning_rate
 from horizonml.state.parts import joined, name_of
 from horizonml.state.resume import Recovery

@@ -26,7 +26,7 @@ from horizonml.planner.objective import Objective
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.saving import is_better, with_objective
 from horizonml.profiling.watts import Pace
-from horizonml.state.move import holders, senders
+from horizonml.state.carry import holders, senders
 from horizonml.text import printable
 
 # The ranks compare after so many steps that take so many seconds together: short steps often enough for a stable

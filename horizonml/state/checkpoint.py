@@ -31,8 +31,8 @@ from horizonml.machine.resources import memory_left
 from horizonml.models.zoo import Model
 from horizonml.plan.lossy import tried_from
 from horizonml.plan.plan import Plan
-from horizonml.state.disks import Probe, Snapshot, Token, find_disks, fingerprints, take, unequal
-from horizonml.state.equal import share_state
+from horizonml.state.carry import digests_of, share_state
+from horizonml.state.disks import Probe, Snapshot, Token, find_disks, take
 from horizonml.state.resume import Resumption
 from horizonml.state.runfolder import Fence, Term
 from horizonml.state.saver import Background, Saver, clean
@@ -222,17 +222,17 @@ class Checkpoints:
 
         Return, for each rank, whether its thread is still writing, and whether the threads have lost one another.
         """
-        own = [self._background.busy, self._background.broken, fingerprints(state, plan, self._group.rank)]
+        digests = digests_of(state, plan, self._group.rank, quick=True)
+        own = [self._background.busy, self._background.broken, digests]
         reports = self._group.gather_json(own, fields(boolean, boolean, mapping(text)))
-        if unequal(plan, [sums for _, _, sums in reports]):
-            drifted = share_state(state, plan, self._group)
-            if drifted and not self._drift_told:
-                _log.warning(
-                    "rank %s rounds differently from the first member of its stage, and takes over that member's state "
-                    "at every checkpoint",
-                    ", ".join(str(rank) for rank, _ in drifted),
-                )
-                self._drift_told = True
+        drifted = share_state(state, plan, self._group, [sums for _, _, sums in reports])
+        if drifted and not self._drift_told:
+            _log.warning(
+                "rank %s rounds differently from the first member of its stage, and takes over that member's state at "
+                "every checkpoint",
+                ", ".join(str(rank) for rank, _ in drifted),
+            )
+            self._drift_told = True
         return [(busy, broken) for busy, broken, _ in reports]
 
     def _skip(self, step: int, ranks: list[int]) -> None:

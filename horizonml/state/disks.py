@@ -31,7 +31,6 @@ from horizonml.comm.work import Work
 from horizonml.errors import CheckpointError
 from horizonml.plan.plan import Plan
 from horizonml.state.average import in_common, is_inner
-from horizonml.state.move import most_of_shards
 from horizonml.state.runfolder import PROBE
 from horizonml.state.shards import inner_name
 from horizonml.state.train_state import TrainState
@@ -240,9 +239,6 @@ class _Partial:
         self._file = None
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """Holds what one rank writes of a checkpoint."""
@@ -271,43 +267,13 @@ def take(state: TrainState, plan: Plan, group: Group, disks: Disks, details: dic
         if plan.local is not None:
             own = {key: _plain(value, copy and not state.copies) for key, value in whole.items() if is_inner(key)}
             inner[inner_name(stage.ranks.index(group.rank), number)] = own
-    return Snapshot(state.step, plan, details, tensors, most_of_shards(state, plan), inner)
+    most = [state.most_bytes(range(stage.start, stage.stop)) for stage in plan.stages]
+    return Snapshot(state.step, plan, details, tensors, most, inner)
 
 
 def _plain(tensor: Tensor, copy: bool) -> Tensor:
     tensor = tensor.detach()
     return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor.contiguous()
-
-
-def fingerprints(state: TrainState, plan: Plan, rank: int) -> dict[str, str]:
-    """Return a value for each stage that this rank shares with others, which differs where their states differ.
-
-    All steps wait for this, so it adds up the bits of each tensor, which is ten times as fast as a digest. Differences
-    that come from rounding do not cancel out in all tensors at once.
-    """
-    found = {}
-    for number in plan.stages_of(rank):
-        stage = plan.stages[number]
-        if len(stage.ranks) > 1:
-            shared = in_common(state.replicated(stage.start, stage.stop), plan)
-            sums = [f"{key} {_sum(value)}\n" for key, value in sorted(shared.items())]
-            found[str(number)] = hashlib.sha256("".join(sums).encode()).hexdigest()
-    return found
-
-
-def _sum(tensor: Tensor) -> int:
-    """Return the sum of a tensor's bits, taken as integers; it wraps around."""
-    flat = tensor.detach().contiguous().view(-1)
-    wide = flat.numel() * flat.element_size() % 8 == 0
-    return int(flat.view(torch.int64 if wide else _INTEGERS[flat.element_size()]).sum(dtype=torch.int64))
-
-
-def unequal(plan: Plan, reports: list[Mapping[str, Any]]) -> bool:
-    """Return whether the members of any stage reported different fingerprints; `reports[r]` is rank r's."""
-    return any(
-        len({str(reports[rank].get(str(number))) for rank in stage.ranks}) > 1
-        for number, stage in enumerate(plan.stages)
-    )
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:

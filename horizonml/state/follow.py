@@ -9,12 +9,12 @@ go on with the shares of the plan. Running statistics need nothing of this, for 
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from horizonml.errors import PeerLost
 from horizonml.machine.accelerator import computing
 from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
-from horizonml.state.move import Holders, Moves, announce, by_layer, holders, senders
+from horizonml.state.carry import Holders, Moves, Parcel, holders, parcels, senders
 from horizonml.state.saver import Background
 from horizonml.state.train_state import TrainState
 from horizonml.text import human_bytes
@@ -142,16 +142,6 @@ def _wanted(needed: Needs) -> int:
     return needed.copies + _LEAST_STEPS * needed.gradients
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Describes a part of a tensor on its way."""
-
-    part: Tensor
-    peer: int
-    tag: int
-    leaves: bool  # whether this rank sends it
-
-
 class Following:
     """Runs the following of one group on one of its ranks."""
 
@@ -176,31 +166,16 @@ class Following:
         self._started = False
         self._background = Background(group, "follow", group.timeout)
 
-    def _prepare(self, moves: Moves) -> dict[tuple[int, int], list[_Piece]]:
-        """Return what this rank sends and receives, by the two ranks."""
-        held = by_layer(self._state)
-        offers = announce(held, moves, self._group)
-        copies: dict[str, Tensor] = {}
-        lanes: dict[tuple[int, int], list[_Piece]] = {}
-        for layer, sender, receiver in moves:
-            if self._group.rank not in (sender, receiver):
-                continue
-            leaves = self._group.rank == sender
-            expected = self._state.expected(layer)
-            lane = lanes.setdefault((sender, receiver), [])
-            for key in offers.get(layer, []):
-                if key not in expected:  # a peer decides neither shapes nor dtypes
-                    raise PeerLost(f"rank {sender} offers {key}, which layer {layer} does not have")
-                if key not in copies:
-                    own = held[layer][key].clone(memory_format=torch.contiguous_format) if leaves else None
-                    like = expected[key]
-                    copies[key] = own if own is not None else torch.empty(like.shape, dtype=like.dtype)
-                flat, peer = copies[key].view(-1), receiver if leaves else sender
-                for part in flat.split(_PIECE_BYTES // flat.element_size()) if flat.numel() else ():
-                    lane.append(_Piece(part, peer, self._group.channel("layers").tag(len(lane)), leaves))
-        if self.behind:
-            self._received = copies
-        return lanes
+    def _prepare(self, moves: Moves) -> list[list[Parcel]]:
+        """Return what this rank sends and receives, in pieces, for each rank at the other end."""
+        lanes: dict[tuple[int, int], list[Parcel]] = defaultdict(list)
+        for one in parcels(self._state, moves, self._group, copy=True):
+            flat = one.tensor.view(-1)
+            pieces = flat.split(_PIECE_BYTES // flat.element_size()) if flat.numel() else ()
+            lanes[one.source, one.target] += [replace(one, tensor=piece) for piece in pieces]
+            if self.behind:
+                self._received[one.key] = one.tensor
+        return list(lanes.values())
 
     def start(self) -> None:
         """Begin to send and to receive."""
@@ -214,21 +189,20 @@ class Following:
         receiver asks each of its senders for a piece, and rests between pieces: while the link is busy with sums, it
         leaves most of it to them, since all ranks wait for these.
         """
-        twin = self._background.group
-        pieces = [piece for lane in self._lanes.values() for piece in lane if piece.leaves]
-        sent = [(twin.send(piece.part, piece.peer, piece.tag), piece.peer) for piece in pieces]
-        arriving = [[piece for piece in lane if not piece.leaves] for lane in self._lanes.values()]
-        for few in itertools.zip_longest(*arriving):
+        twin, layers = self._background.group, self._group.channel("layers")
+        leaving = [lane for lane in self._lanes if lane[0].source == twin.rank]
+        sent = [one.begin(twin, layers.tag(place)) for lane in leaving for place, one in enumerate(lane)]
+        arriving = [lane for lane in self._lanes if lane[0].target == twin.rank]
+        for place, few in enumerate(zip_longest(*arriving)):
             began = time.monotonic()
-            works = [(twin.receive(one.part, one.peer, one.tag), one.peer) for one in few if one is not None]
-            for work, peer in works:
+            for work, peer in [one.begin(twin, layers.tag(place)) for one in few if one is not None]:
                 twin.wait(work, peer)
-            self.bytes += sum(one.part.nbytes for one in few if one is not None)
+            self.bytes += sum(one.tensor.nbytes for one in few if one is not None)
             taken = time.monotonic() - began
             time.sleep(min(taken * (1 / self._part - 1), _LONGEST_REST))
         for work, peer in sent:
             twin.wait(work, peer)
-        self._lanes = {}
+        self._lanes = []
         self._done.set()
 
     @property

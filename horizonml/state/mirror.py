@@ -34,7 +34,6 @@ from horizonml.comm.group import Group
 from horizonml.comm.work import MessageLog, Work
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
-from horizonml.state.move import most_bytes
 from horizonml.state.train_state import TrainState
 
 
@@ -239,7 +238,7 @@ class Mirror:
 
     def _most_bytes(self, owner: int) -> int:
         stages = [self.plan.stages[number] for number in self.plan.stages_of(owner)]
-        return most_bytes(self._state, [layer for stage in stages for layer in range(stage.start, stage.stop)])
+        return self._state.most_bytes(layer for stage in stages for layer in range(stage.start, stage.stop))
 
     def _slice(self, owner: int, course: _Course, step: int) -> None:
         rank, target = self._group.rank, self._buddies[owner]

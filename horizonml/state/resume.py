@@ -28,7 +28,6 @@ from horizonml.errors import CheckpointError
 from horizonml.plan.plan import Plan
 from horizonml.state.average import Best, PreparedOuter
 from horizonml.state.disks import Copy, Disks
-from horizonml.state.move import check_shard
 from horizonml.state.runfolder import Term
 from horizonml.state.shards import (
     Metadata,
@@ -49,6 +48,7 @@ from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 _FIRST = Term(0, 0)
+_TIMES = 4  # another optimizer than the job's may have written a checkpoint, and keep more
 
 
 class ShardsAway(CheckpointError):
@@ -272,6 +272,16 @@ class Resumption:
         # Ranks that share a disk with its lead read what the lead has received, so they wait for it here.
         problems = failed + self.disks.everywhere(finish, self.group)
         return _Problem(problems[0]) if problems else None
+
+
+def check_shard(state: TrainState, name: str, start: int, stop: int, announced: int) -> None:
+    """Raise CheckpointError if a shard of layers `start` to `stop - 1` is said to be larger than it can be."""
+    most = _TIMES * state.most_bytes(range(start, min(stop, len(state.model.chain))))
+    if announced > most:
+        raise CheckpointError(
+            f"{name} is said to have {announced:,} bytes, but the state of layers {start} to {stop - 1} has at most "
+            f"{most:,}; the checkpoint belongs to another model, or its metadata is false"
+        )
 
 
 def _versions(seen: list[_Seen]) -> list[list[_Seen]]:

@@ -22,6 +22,8 @@ from horizonml.state.optim import Optimizer
 from horizonml.state.parts import Part, name_of
 from horizonml.state.spec import Adam, Ema, Sgd
 
+_HEADER, _ENTRY = 1 << 16, 512  # the most bytes of a file's header, and of a tensor's entry in it besides its name
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -350,6 +352,14 @@ class TrainState:
                     found[f"optimizer/{name}/{MOMENTUM}"] = parameter.detach().to("meta")
             self._expected[layer] = found
         return self._expected[layer]
+
+    def most_bytes(self, layers: Iterable[int]) -> int:
+        """Return the most bytes of a file with the whole state of these layers, as the job's optimizer keeps it.
+
+        What a rank or a checkpoint announces is compared with this before memory or disk is taken for it.
+        """
+        held = (self.expected(layer) for layer in layers)
+        return _HEADER + sum(tensor.nbytes + len(key) + _ENTRY for tensors in held for key, tensor in tensors.items())
 
     def bytes(self) -> int:
         """Return the bytes of what a copy holds of all layers, with optimizer state that is still to come."""

@@ -24,7 +24,7 @@ from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import describe_together, make_plan
 from horizonml.runtime.capacity import Capacity, find_hosts
 from horizonml.runtime.trainer import Outcome, train
-from horizonml.state.equal import share_state
+from horizonml.state.carry import share_state
 from horizonml.state.spec import Sgd
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.progress import Silent

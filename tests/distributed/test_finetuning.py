@@ -29,9 +29,9 @@ from horizonml.runtime.agreement import check_weights, model_for
 from horizonml.runtime.life import Last
 from horizonml.runtime.restore import rebuild
 from horizonml.runtime.trainer import training_batch
+from horizonml.state.carry import move, senders
 from horizonml.state.follow import needs
 from horizonml.state.mirror import Mirror
-from horizonml.state.move import move, senders
 from horizonml.state.spec import Adam, Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for

@@ -13,8 +13,8 @@ from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.state.carry import hand_over, holders, move, senders
 from horizonml.state.follow import Following, followers
-from horizonml.state.move import hand_over, holders, move, senders
 from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification

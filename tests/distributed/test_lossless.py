@@ -26,8 +26,8 @@ from horizonml.runtime.life import Last
 from horizonml.runtime.restore import crowded, rebuild
 from horizonml.runtime.trainer import training_batch
 from horizonml.state.average import Best
+from horizonml.state.carry import move, senders
 from horizonml.state.mirror import Mirror, Report, buddy, keepers, owners, rebuilds
-from horizonml.state.move import move, senders
 from horizonml.state.resume import Held, Memory, Recovery, newest
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.choose import task_for

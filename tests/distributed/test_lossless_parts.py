@@ -18,8 +18,8 @@ from horizonml.machine.signals import StopRequest
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.runtime.life import Last, Life
 from horizonml.runtime.restore import Place, crowded, recover
+from horizonml.state.carry import hand_over
 from horizonml.state.mirror import Mirror, Rebuild, Report, buddy, keepers, owners, rebuilds
-from horizonml.state.move import hand_over
 from horizonml.state.parts import Part, joined
 from horizonml.state.runfolder import RunFolder
 from horizonml.tasks.task import Batch

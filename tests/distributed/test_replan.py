@@ -19,7 +19,7 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.report.live import LiveRun
 from horizonml.report.what_if import what_if
 from horizonml.runtime.stragglers import slowdowns
-from horizonml.state.move import holders, move, senders
+from horizonml.state.carry import holders, move, senders
 from horizonml.state.spec import Sgd
 from horizonml.tasks.classification import Classification
 from horizonml.telemetry.log import read_lines

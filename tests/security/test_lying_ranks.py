@@ -183,7 +183,7 @@ def test_a_rank_cannot_name_a_file_or_a_size_of_its_choice(
 
 def moves(rank: int, world_size: int, store: Store, lie: str) -> str:
     """Bring layer 2, which rank 1 has, to rank 0; rank 1 offers something else."""
-    from horizonml.state.move import move
+    from horizonml.state.carry import move
     from tests.security.liars import member
 
     state, _ = state_of(rank)
@@ -226,11 +226,11 @@ def agrees(rank: int, world_size: int, store: Store, lie: str) -> str:
 
 
 def test_a_size_beyond_the_layers_is_refused_before_memory_is_taken() -> None:
-    from horizonml.state.move import check_shard, most_bytes
+    from horizonml.state.resume import check_shard
 
     state, _ = state_of(0)
     layers = len(state.model.chain)
-    own = most_bytes(state, range(layers))
+    own = state.most_bytes(range(layers))
     check_shard(state, "stage-0.safetensors", 0, layers, own)
     for announced, stop in ((1 << 62, layers), (100 * own, layers), (10 * own, 1 << 62)):
         with bounded(20), pytest.raises(CheckpointError, match=r"stage-0.safetensors is said to have"):
