@@ -12,7 +12,9 @@ from horizonml.api.given import in_this_process
 from horizonml.api.jobs import DataLike, JobLike, ModelLike, TaskLike, make_job
 from horizonml.job.jobfile import write_plan
 from horizonml.plan.plan import Plan
-from horizonml.planner.explain import bottleneck, compare, explain_parts, why
+from horizonml.planner.alternatives import compare
+from horizonml.planner.explain import explain_parts
+from horizonml.planner.reasons import Told
 from horizonml.runtime.planning import Planned, plan_job
 from horizonml.text import count, human_seconds
 
@@ -95,10 +97,8 @@ def _text(planned: Planned) -> str:
     lines += [
         f"predicted: {human_seconds(seconds)} a step of {count(size, 'sample')} ({size / seconds:,.0f} samples/s)",
         *([f"  {parts}"] if (parts := explain_parts(found)) else []),
-        bottleneck(problem, found, names),
+        *(reason.text for reason in planned.reasons(Told.PLAN)),
     ]
     if 1 < problem.ranks <= _MOST_EXPLAINED:
-        told = [reason.text for reason in planned.reasons() if reason.brief]
-        compared = [f"- {line}" for line in compare(problem, found, names)]
-        lines += [*why(problem, found, names), *told, "This is", *compared]
+        lines.append(compare(problem, found, names).text)
     return "\n".join(lines)

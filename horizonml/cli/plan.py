@@ -230,36 +230,17 @@ def what_if(
 
 def _print(answer: dict[str, Any]) -> None:
     from horizonml.cli.tables import print_table, print_text
-    from horizonml.text import count, human_bytes, human_seconds
+    from horizonml.planner.explain import COLUMNS
+    from horizonml.text import count, human_seconds
 
     present, predicted = answer["present"], answer["predicted"]
-    rows = []
-    for number, stage in enumerate(predicted["stages"]):
-        names = [stage["layers"][0], stage["layers"][-1]]
-        span = f"{stage['start']}-{stage['stop'] - 1} ({names[0]} .. {names[1]})"
-        if len(stage["layers"]) == 1:
-            span = f"{stage['start']} ({names[0]})"
-        for rank, share in zip(stage["ranks"], stage["shares"], strict=True):
-            device = predicted["devices"][rank]
-            has = f" of {human_bytes(device['memory'])}" if device["memory"] is not None else ""
-            rows.append(
-                [
-                    str(number),
-                    span,
-                    str(rank),
-                    device["name"],
-                    f"{share:.0%}",
-                    f"{human_bytes(device['needs'])}{has}",
-                    f"{device['busy']:.0%}",
-                ]
-            )
     ranks = count(len(predicted["devices"]), "rank")
     micro_batches = count(predicted["micro_batches"], "micro-batch")
     print_table(
         f"{answer['run']}, predicted plan for {ranks}: {predicted['schedule']}, {micro_batches}",
-        ["stage", "layers", "rank", "device", "samples", "memory", "busy"],
-        rows,
-        text=(1, 3),
+        COLUMNS,
+        predicted["table"],
+        text=(1, 2, 4),
     )
     print()
     for line in answer["changes"]:

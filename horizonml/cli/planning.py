@@ -57,7 +57,7 @@ def show_plan(
 
         predicted(found.plan, predict(planned.problem, found.plan), places.names, picture)
     if as_json:
-        from horizonml.planner.shape_reasons import energy_facts
+        from horizonml.planner.saving import energy_facts
 
         content = {
             "plan": found.plan.to_json(),
@@ -136,8 +136,9 @@ def _print_layers(job: Job, profile: Profile) -> None:
 
 
 def _print_plan(planned: Planned, in_full: bool) -> None:
-    from horizonml.planner.explain import bottleneck, compare, explain_parts, rows, why
-    from horizonml.planner.shape_reasons import energy_reasons
+    from horizonml.planner.alternatives import compare
+    from horizonml.planner.explain import COLUMNS, explain_parts, rows
+    from horizonml.planner.reasons import Told
     from horizonml.runtime.agreement import uncut_layer
 
     job, model, problem, found, places = planned.job, planned.model, planned.problem, planned.found, planned.places
@@ -149,15 +150,12 @@ def _print_plan(planned: Planned, in_full: bool) -> None:
         print()
         print_text("no prediction: what layers send in their middle is not in the profile")
         return
-    shown = [
-        [row.stage, row.layers, row.rank, row.rows, row.sends, row.memory, row.busy]
-        for row in rows(problem, found, names, layer_names)
-    ]
+    shown = rows(problem, found, names, layer_names)
     micro_batches = count(plan.micro_batches, "micro-batch")
     spare = f", {len(plan.spare)} of them left out" if plan.spare else ""
     print_table(
         f"plan for {count(problem.ranks, 'rank')}{places.where}{spare}: {plan.schedule}, {micro_batches}",
-        ["stage", "layers", "rank", "rows", "sends", "memory", "busy"],
+        COLUMNS,
         shown[:40],
         text=(1, 2, 4),
     )
@@ -172,20 +170,10 @@ def _print_plan(planned: Planned, in_full: bool) -> None:
         f"({job.batch_size / seconds:,.0f} samples/s)"
     )
     print_text(explain_parts(found), "  ")
-    print_text(bottleneck(problem, found, names))
     whole = uncut_layer(model, problem)
     if whole is not None and len(plan.stages) > 1:
         print_text(f"{job.model.name}: {whole}.")
-    if problem.ranks == 1:  # whose `reasons` are those of its layers alone
-        for one in energy_reasons(problem, found, names):
-            print_text(one.text)
+    for reason in planned.reasons(Told.IN_FULL if in_full else Told.PLAN):
+        print_text(reason.text)
     if 1 < problem.ranks <= 200:
-        for line in why(problem, found, names):
-            print_text(line)
-    for reason in planned.reasons():
-        if reason.brief or in_full:
-            print_text(reason.text)
-    if 1 < problem.ranks <= 200:
-        print_text("This is")
-        for line in compare(problem, found, names):
-            print_text(line, "- ")
+        print_text(compare(problem, found, names).text)

@@ -62,6 +62,12 @@ def gradient_message_bytes(profile: Profile, stop: int, send: str) -> float:
     return layer.coded[send][1] if send in layer.coded else layer.gradients * FORMATS[send].ratio
 
 
+def boundary_bytes(problem: Problem, stop: int, send: str) -> float:
+    """Return the bytes that a sample takes in the format `send` across the cut before layer `stop`, both ways."""
+    profile = problem.profiles[0]
+    return message_bytes(profile, stop, send) + gradient_message_bytes(profile, stop, send)
+
+
 def message_work(profile: Profile, size: float, send: str, messages: int, crossing: float = 0.0) -> float:
     """Return the processor's seconds to send or receive `size` bytes in `messages` messages, including coding.
 

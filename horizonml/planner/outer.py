@@ -8,13 +8,15 @@ time for encoding and sending it is not hidden behind anything.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from horizonml.plan.gradients import TREE_BYTES, TREE_BYTES_ON_ONE_HOST, tree_messages
 from horizonml.plan.local import FEWEST_SYNCHRONISATIONS, Local, outer_optimizer
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.syncs import FORMATS, Sync
-from horizonml.planner.cost import Ring, trained_bytes
+from horizonml.planner.cost import Ring, synced_bytes, trained_bytes
 from horizonml.planner.problem import Problem
 
 # Parts of a step: members agree as seldom as it takes for that to cost no more than the first, or else the second.
@@ -53,6 +55,22 @@ def outer_bytes(problem: Problem, plan: Plan, stage: Stage) -> float:
         return 0.0
     ratio = outer_ratio(plan.local, len(stage.ranks)) / plan.local.every
     return trained_bytes(problem.profiles[stage.ranks[0]], stage) * ratio
+
+
+def summed_bytes(problem: Problem, plan: Plan, stage: Stage) -> list[float]:
+    """Return the bytes that each member of a stage sends in a step, on average, so that the members agree."""
+    count = len(stage.ranks)
+    if count == 1 or stage.splits_channels:
+        return [0.0] * count
+    if stage.sync.steps_alone:
+        size = outer_bytes(problem, plan, stage)
+    else:
+        size = synced_bytes(problem, stage.sync, stage.start, stage.stop)
+    here = {problem.host_of[rank] for rank in stage.ranks}
+    tree = TREE_BYTES_ON_ONE_HOST if len(here) == 1 else TREE_BYTES
+    if stage.sync.sums_along_trees and math.isfinite(size) and size <= tree:
+        return [size * tree_messages(place, count) for place in range(count)]
+    return [2 * (count - 1) / count * size] * count
 
 
 def fragment_bytes(problem: Problem, stage: Stage, fragments: int) -> list[float]:

@@ -34,7 +34,7 @@ class Constraints:
     are those that may travel between stages, the most precise first. A schedule other than the first is chosen only for
     a gain that is worth it. `syncs` are ways to sum that each stage may choose besides `sync`, the most precise first,
     and `every` says after how many steps members that take local steps may agree; `local` is what the job asks for.
-    `trial` says in a sentence how a run finds out what the formats that the planner chooses cost in accuracy.
+    `trial` says how a run finds out what the formats that the planner chooses cost in accuracy.
     """
 
     least_stages: int = 1
@@ -52,8 +52,8 @@ class Constraints:
     every: tuple[int, ...] = ()
     local: Local | None = None
     trial: str = (
-        "Before it trains, a run measures on a warm-up what they cost in accuracy, and replaces each that costs too "
-        "much by a more precise one."
+        "before it trains, a run measures on a warm-up what they cost in accuracy, and replaces each that costs too "
+        "much by a more precise one"
     )
 
     @property
@@ -71,7 +71,7 @@ class Constraints:
             self,
             formats=tuple(name for name in self.formats if not FORMATS[name].tried_first or len(self.formats) == 1),
             syncs=tuple(sync for sync in self.syncs if not sync.tried_first),
-            trial=f"What would have to be tried on a warm-up first is not used, as {why}.",
+            trial=f"what would have to be tried on a warm-up first is not used, as {why}",
         )
 
     def after(self, tried: Tried) -> Constraints:
@@ -85,7 +85,7 @@ class Constraints:
             self,
             formats=tuple(name for name in self.formats if name in precise or len(self.formats) == 1),
             syncs=tuple(sync for sync in self.syncs if tried.may_sum(sync)),
-            trial="This run has measured on a warm-up what they cost in accuracy, and uses none that costs too much.",
+            trial="this run has measured on a warm-up what they cost in accuracy, and uses none that costs too much",
         )
 
     @property
@@ -175,6 +175,14 @@ class Problem:
     def host_of(self) -> dict[int, int]:
         """Return the number of the host that each rank is on."""
         return {rank: number for number, host in enumerate(self.hosts) for rank in host.ranks}
+
+    @functools.cached_property
+    def machines(self) -> dict[str, list[int]]:
+        """Return the ranks of each machine; a host that names none is one by itself."""
+        found: dict[str, list[int]] = {}
+        for number, host in enumerate(self.hosts):
+            found.setdefault(host.machine or f" {number}", []).extend(host.ranks)
+        return found
 
     def apart(self, one: int, other: int) -> bool:
         """Return whether what two ranks send each other crosses machines."""

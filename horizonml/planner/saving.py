@@ -13,6 +13,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from horizonml.plan.plan import Plan
 from horizonml.planner.evaluator import Candidate, Evaluator
@@ -198,3 +199,23 @@ def energy_of(problem: Problem, prediction: Prediction) -> Energy | None:
     added = [watts.added * prediction.working[rank] for rank, watts in enumerate(known)]
     idle = [watts.idle * prediction.seconds for watts in known]
     return Energy(tuple(a + b for a, b in zip(idle, added, strict=True)), sum(added))
+
+
+def energy_facts(problem: Problem, found: Candidate) -> dict[str, Any] | None:
+    """Return a plan's energy as a JSON object, or None where the watts of a device are not known."""
+    energy = energy_of(problem, found.prediction)
+    if energy is None:
+        return None
+    facts: dict[str, Any] = {
+        "objective": problem.objective.kind,
+        "joules_per_step": energy.joules,
+        "joules_per_sample": energy.joules / problem.batch_size,
+        "watts": energy.joules / found.prediction.seconds,
+        "joules_by_rank": list(energy.by_rank),
+        "left_out": list(found.plan.spare),
+    }
+    if found.fastest is not None:
+        fastest = energy_of(problem, found.fastest.prediction)
+        assert fastest is not None
+        facts["fastest"] = {"seconds": found.fastest.prediction.seconds, "joules_per_step": fastest.joules}
+    return facts

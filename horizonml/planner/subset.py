@@ -134,7 +134,7 @@ def _on_fewer_ranks(problem: Problem) -> list[tuple[int, ...]]:
 
     A set of one rank is not among them: see `fastest_alone`.
     """
-    machines = list(_machines(problem).values())
+    machines = list(problem.machines.values())
     most = max(map(len, machines))
     if len(machines) > _MOST_MACHINES:
         return []
@@ -148,26 +148,18 @@ def _on_fewer_ranks(problem: Problem) -> list[tuple[int, ...]]:
 
 def outnumbers_cores(problem: Problem, plan: Plan) -> bool:
     """Return whether more ranks work on a machine than it has cores for, as far as no quota holds them back."""
-    wanted, there = dict[str, float](), dict[str, float]()
-    for number, host in enumerate(problem.hosts):
-        name = host.machine or f" {number}"
-        wanted[name] = wanted.get(name, 0.0) + host.demand * len(set(host.ranks) - set(plan.spare))
-        there[name] = max(1.0, host.machine_cores or host.cores)
-    return any(wanted[name] > cores for name, cores in there.items())
-
-
-def _machines(problem: Problem) -> dict[str, list[int]]:
-    """Return the ranks of each machine; a host that names none is one by itself."""
-    machines: dict[str, list[int]] = {}
-    for number, host in enumerate(problem.hosts):
-        machines.setdefault(host.machine or f" {number}", []).extend(host.ranks)
-    return machines
+    host, spare = {rank: host for host in problem.hosts for rank in host.ranks}, set(plan.spare)
+    return any(
+        sum(host[rank].demand for rank in ranks if rank not in spare)
+        > max(1.0, host[ranks[0]].machine_cores or host[ranks[0]].cores)
+        for ranks in problem.machines.values()
+    )
 
 
 def _without_slow_machines(evaluator: Evaluator, has_memory: bool) -> Iterator[list[tuple[int, ...]]]:
     """Yield lists of smaller and smaller sets of ranks: those of the fastest machines, and of the best connected."""
     problem = evaluator.problem
-    groups = list(_machines(problem).values())
+    groups = list(problem.machines.values())
     if not 1 < len(groups) <= _MOST_MACHINES:
         return
     seconds = {rank: evaluator.seconds(rank, 0, problem.layers, 8) for group in groups for rank in group}

@@ -10,15 +10,16 @@ from typing import Any
 
 from horizonml.errors import HorizonError, JobError, PlanError
 from horizonml.job.schema import Job
+from horizonml.planner.alternatives import shortage
 from horizonml.planner.changes import Changed, Changes, apply_changes
 from horizonml.planner.evaluator import Candidate, Evaluator, OutOfTime, judge
-from horizonml.planner.explain import bottleneck, explain_parts, shortage, why
+from horizonml.planner.explain import explain, explain_parts, rows
 from horizonml.planner.objective import check_watts
 from horizonml.planner.planner import choose
 from horizonml.planner.problem import Problem
+from horizonml.planner.reasons import Told, longer, work_of
 from horizonml.planner.record import Planning
-from horizonml.planner.saving import is_better
-from horizonml.planner.shape_reasons import energy_facts, reasons, work_of
+from horizonml.planner.saving import energy_facts, is_better
 from horizonml.planner.strategies import constraints_of
 from horizonml.text import count, human_seconds, nearest
 
@@ -47,21 +48,15 @@ class Answer:
 
     def changes(self) -> list[str]:
         """Return, in sentences, how the plan differs from the present one."""
-        return [_speed(self), *_devices(self), *_work(self)]
+        before, after = self.present.prediction.seconds, self.found.prediction.seconds
+        instead = f"{human_seconds(after)} instead of {human_seconds(before)}"
+        step = f"A step is predicted to take {instead}: {longer(after, before)}."
+        return [step, *_devices(self), *_work(self)]
 
     def reasons(self) -> list[str]:
         """Return the planner's explanation of the plan."""
-        problem, found, names = self.changed.problem, self.found, list(self.changed.names)
-        lines = [bottleneck(problem, found, names)]
-        if problem.ranks > 1:
-            lines += why(problem, found, names)
-            told = reasons(Evaluator(problem), found, names)
-            lines += [
-                one.text
-                for one in told
-                if one.brief and (not one.exact or one.about == "energy" or one.choice == "left out")
-            ]
-        return lines
+        evaluator = Evaluator(self.changed.problem)
+        return [one.text for one in explain(evaluator, self.found, self.changed.names, Told.WHAT_IF)]
 
 
 def plan_again(planning: Planning, changes: Changes, strategy: str | None, seconds: float) -> Answer:
@@ -168,17 +163,6 @@ def _doubts(planning: Planning, problem: Problem, changed: Changed, present: Can
     return notes
 
 
-def _speed(answer: Answer) -> str:
-    before, after = answer.present.prediction.seconds, answer.found.prediction.seconds
-    if abs(answer.ratio - 1) < _SAME:
-        return f"A step is predicted to take as long as now: {human_seconds(after)}."
-    if answer.ratio >= 2:
-        change = f"{answer.ratio:.1f} times as long"
-    else:
-        change = f"{abs(answer.ratio - 1):.0%} {'longer' if after > before else 'less'}"
-    return f"A step is predicted to take {human_seconds(after)} instead of {human_seconds(before)}: {change}."
-
-
 def _devices(answer: Answer) -> list[str]:
     """Return which devices go, and which come."""
     names, origins = answer.planning.names, answer.changed.origins
@@ -197,7 +181,8 @@ def _work(answer: Answer) -> list[str]:
     before, after, names = answer.present.plan, answer.found.plan, answer.changed.names
     lines = []
     if len(before.stages) != len(after.stages):
-        lines.append(f"There {_are(len(after.stages), 'stage')} instead of {len(before.stages)}.")
+        verb = "is" if len(after.stages) == 1 else "are"
+        lines.append(f"There {verb} {count(len(after.stages), 'stage')} instead of {len(before.stages)}.")
     if len(after.stages) > 1:
         if before.schedule != after.schedule and len(before.stages) > 1:
             lines.append(f"The schedule is {after.schedule} instead of {before.schedule}.")
@@ -223,10 +208,6 @@ def _work(answer: Answer) -> list[str]:
 def _several(words: Sequence[str]) -> str:
     shown = list(words) if len(words) <= 5 else [*words[:4], f"{len(words) - 4} more"]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
-
-
-def _are(number: int, thing: str) -> str:
-    return f"{'is' if number == 1 else 'are'} {count(number, thing)}"
 
 
 def plan_facts(
@@ -266,6 +247,7 @@ def plan_facts(
     return {
         "plan": plan.to_json(),
         "stages": stages,
+        "table": rows(problem, found, names, layers),
         "schedule": plan.schedule,
         "micro_batches": plan.micro_batches,
         "devices": devices,

@@ -24,15 +24,15 @@ from horizonml.models.download import locate
 from horizonml.models.zoo import Model, build
 from horizonml.plan.execution import Execution
 from horizonml.plan.plan import Plan, Sync
+from horizonml.planner.alternatives import drawback, shortage, uncut
 from horizonml.planner.devices import write_cluster
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
-from horizonml.planner.explain import drawback, largest_layer, shortage, uncut
+from horizonml.planner.explain import explain
 from horizonml.planner.objective import Watts, check_watts
 from horizonml.planner.planner import choose, fixed_plan, measures_every_device, needs_profile, problem_for
 from horizonml.planner.problem import Loading, Problem
 from horizonml.planner.profile import LOCAL_NETWORK, Contention, Host, Network, Profile
-from horizonml.planner.reasons import asked_reason, inexact_layers, inexact_parts
-from horizonml.planner.shape_reasons import reasons
+from horizonml.planner.reasons import Told, asked_for, inexact_layers, inexact_parts
 from horizonml.planner.strategies import syncs_of
 from horizonml.profiling.contention import measure_contention, turns, with_contention
 from horizonml.profiling.executions import gain_here
@@ -273,9 +273,8 @@ def _decide(
         kind = "fastest" if choice.fastest is None else "best"
         say(f"predicted to be {kind}, with {taken} a step:")
         say(choice.plan.describe(model.chain.names))
-        for told in reasons(Evaluator(problem), choice, names):
-            if told.brief and (not told.exact or told.about in ("accuracy", "energy") or told.choice == "left out"):
-                say(told.text)
+        for one in explain(Evaluator(problem), choice, names, Told.RUN):
+            say(one.text)
         forecast = Forecast.of(choice)
     else:
         _say_inexact(choice.plan, executions, say)
@@ -321,9 +320,8 @@ def _say_drawback(problem: Problem, found: Candidate, names: Sequence[str], say:
 
 
 def _say_inexact(plan: Plan, executions: Sequence[Execution], say: Callable[[str], None]) -> None:
-    asked = asked_reason([*inexact_parts(plan), *inexact_layers([executions])])
-    if asked is not None:
-        say(asked.text)
+    for reason in asked_for([*inexact_parts(plan), *inexact_layers([executions])]):
+        say(reason.text)
 
 
 def choose_or_say_why(job: Job, model: Model, problem: Problem) -> Candidate:
@@ -337,8 +335,7 @@ def choose_or_say_why(job: Job, model: Model, problem: Problem) -> Candidate:
 
 def uncut_layer(model: Model, problem: Problem) -> str | None:
     """Return a sentence about a layer that takes most of the time and cannot be cut, and what ddp costs, or None."""
-    layer = largest_layer(problem.profiles[0])
-    return uncut(problem, layer, model.chain.bond(layer), model.chain.names[layer])
+    return uncut(problem, model.chain.bond, model.chain.names)
 
 
 def _write_down(job: Job, names: Sequence[str], problem: Problem, say: Callable[[str], None]) -> None:

@@ -18,15 +18,15 @@ from horizonml.machine.host import rss_bytes
 from horizonml.machine.resources import available_cores, keep_freed_memory, memory_share, threads_per_rank
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
+from horizonml.planner.alternatives import remedy, shortage
 from horizonml.planner.devices import Cluster, load_cluster
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
-from horizonml.planner.explain import remedy, shortage
+from horizonml.planner.explain import explain, run_reasons
 from horizonml.planner.objective import Watts, check_watts
 from horizonml.planner.planner import fixed_plan, needs_profile
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import LOCAL_NETWORK, Host, Network, Profile
-from horizonml.planner.reasons import Reason
-from horizonml.planner.shape_reasons import reasons, run_reasons
+from horizonml.planner.reasons import Reason, Told
 from horizonml.planner.strategies import may_cut
 from horizonml.profiling.executions import executions_here, gain_here, untried
 from horizonml.profiling.measure import cached_profile
@@ -75,14 +75,14 @@ class Planned:
         """Return whether there is a prediction: what a split by channels sends in its middle is not known."""
         return not any(stage.splits_channels for stage in self.found.plan.stages)
 
-    def reasons(self) -> list[Reason]:
-        """Return a reason for each choice of a plan that is predicted, and what the run decides when it begins."""
+    def reasons(self, told: Told = Told.IN_FULL) -> list[Reason]:
+        """Return what is `told` of the choices of a plan that is predicted, and what the run decides when it begins."""
         if not self.predicted:
             return []
         threads = self.places.threads if self.places.cluster is None else None
         untried = LOCAL_STEPS if self.found.plan.local is not None else self.untried
-        left = run_reasons(self.job, threads, untried)
-        return [*reasons(Evaluator(self.problem), self.found, self.places.names), *left]
+        left = [one for one in run_reasons(self.job, threads, untried) if one.told <= told]
+        return [*explain(Evaluator(self.problem), self.found, self.places.names, told), *left]
 
 
 def plan_job(job: Job, devices: Path | None, as_given: bool, say: Say, only: Collection[str] = ()) -> Planned:

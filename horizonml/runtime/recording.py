@@ -21,11 +21,11 @@ from horizonml.models.zoo import Model
 from horizonml.plan.execution import Execution
 from horizonml.plan.plan import Plan
 from horizonml.planner.evaluator import Evaluator
+from horizonml.planner.explain import explain
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import LOCAL_NETWORK, Host
-from horizonml.planner.reasons import asked_reason, inexact_parts
+from horizonml.planner.reasons import asked_for, inexact_parts
 from horizonml.planner.record import DeviceFacts, Planning, write_planning
-from horizonml.planner.shape_reasons import reasons
 from horizonml.profiling.executions import untried
 from horizonml.profiling.measure import compare_with_run, kept_profile
 from horizonml.runtime.agreement import describe_problem, profile_key
@@ -111,9 +111,8 @@ def describe_planning(
         seconds = found.prediction.seconds
         if measured:
             names = [str(facts.get("name", "")) for facts in devices]
-            told = tuple(reason.text for reason in reasons(evaluator, found, names))
-    if not told and (asked := asked_reason(inexact_parts(plan))) is not None:
-        told = (asked.text,)
+            told = tuple(reason.text for reason in explain(evaluator, found, names))
+    told = told or tuple(reason.text for reason in asked_for(inexact_parts(plan)))
     facts_of = [{key: str(facts.get(key, "")) for key in vars(DeviceFacts(""))} for facts in devices]
     if life.state.tried is not None:
         told += life.state.tried.texts

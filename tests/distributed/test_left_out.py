@@ -42,7 +42,7 @@ def test_a_device_that_is_left_out_trains_when_the_one_that_worked_is_lost(tmp_p
         wait_for(lambda: len(devices.records(0, 0, "step")) > 400, "four hundred steps, and some checkpoints")
         planning = json.loads((lab.homes[0] / "runs/digits/planning.json").read_text())
         assert len(planning["plan"]["spare"]) == 2
-        assert planning["reasons"][0].startswith("Left out: ")
+        assert any(one.startswith("Left out ") for one in planning["reasons"])
         working = planning["plan"]["stages"][0]["ranks"][0]
         others = [rank for rank in range(3) if rank != working]
         assert all("is left out by this plan, and waits" in ranks[rank].text for rank in others if rank)

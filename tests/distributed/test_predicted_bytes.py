@@ -15,7 +15,6 @@ from horizonml.plan.local import Local
 from horizonml.plan.plan import SYNCS, Plan, Stage, Sync
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import LOCAL_NETWORK, Host, Profile
-from horizonml.planner.reasons import traffic
 from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import synced_bytes
 from horizonml.state.spec import Sgd
@@ -24,6 +23,7 @@ from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import built
 from tests.distributed.test_gradients import FULL, LR, RandomBatch
+from tests.traffic import traffic
 
 RANKS, EVERY = 4, 4
 PAIR, ALL = (1.0, 1.0), (1.0,) * RANKS

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from horizonml.plan.plan import Plan, Stage
+from horizonml.planner.alternatives import compare, drawback
 from horizonml.planner.candidates import plain_ddp
 from horizonml.planner.devices import load_cluster, write_cluster
 from horizonml.planner.evaluator import Evaluator, judge
-from horizonml.planner.explain import compare, drawback, why
+from horizonml.planner.explain import explain
 from horizonml.planner.precision import best_plan
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.profile import LOCAL_NETWORK, Host, Network, slowdown
-from horizonml.planner.shape_reasons import reasons
 from horizonml.planner.subset import fastest_plan
 from horizonml.profiling.contention import crowds, levels, turns, with_contention
 from tests.unit.test_planner import FAST, one_host, predict, profile
@@ -82,13 +82,13 @@ def test_a_plan_says_what_sharing_a_machine_costs() -> None:
     problem = Problem([profile(0.001)] * 4, hosts, LOCAL_NETWORK, 64, 0)
     found = judge(problem, Plan((Stage(0, 1, (0, 1, 2, 3), (1.0,) * 4),)))
     names = [f"rank {rank}" for rank in range(4)]
-    told = [line for line in why(problem, found, names) if "caches" in line]
+    told = [one.text for one in explain(Evaluator(problem), found, names) if one.about == "machine"]
     assert told == [
         "rank 0 to rank 3 share the caches and the memory of a machine: while all of them compute, each takes 1.50 "
         "times as long as alone, as was measured."
     ]
     bare = Problem(problem.profiles, one_host(4, 4.0), LOCAL_NETWORK, 64, 0)
-    assert not [line for line in why(bare, found, names) if "caches" in line]
+    assert not [one for one in explain(Evaluator(bare), found, names) if one.about == "machine"]
 
 
 def test_a_curve_is_written_down_as_json_can_hold_it() -> None:
@@ -102,14 +102,14 @@ def test_auto_leaves_out_ranks_that_only_share_a_core_down_to_one_and_says_so() 
     problem = Problem([own] * 5, hosts, LOCAL_NETWORK, 16, 1, constraints=Constraints(micro_batches=(1, 2)))
     names = [f"rank {rank}" for rank in range(5)]
     ddp = judge(problem, plain_ddp(problem))
-    assert any(line.startswith("slower than rank 0 alone") for line in compare(problem, ddp, names))
+    assert compare(problem, ddp, names).text.endswith("; do not distribute this job.")
     found = fastest_plan(problem, Evaluator(problem))
     found.plan.check(3, 5)
     assert [stage.ranks for stage in found.plan.stages] == [(0,)]
     assert found.plan.spare == (1, 2, 3, 4)
-    (told,) = (one.text for one in reasons(Evaluator(problem), found, names) if one.choice == "left out")
-    assert told.startswith("Left out: rank 1, rank 2, rank 3, rank 4. One rank trains alone: divided among all, a step")
-    assert not any("slower than" in line for line in compare(problem, found, names))
+    (told,) = (one.text for one in explain(Evaluator(problem), found, names) if one.choice == "left out")
+    assert told.startswith("Left out are rank 1, rank 2, rank 3, rank 4: with all devices a step would take ")
+    assert "do not distribute" not in compare(problem, found, names).text
     # What the job insists on is not changed, but its drawbacks are told.
     assert drawback(problem, found, names) is None
     assert str(drawback(problem, ddp, names)).endswith("a step: do not distribute this job")
@@ -124,7 +124,7 @@ def test_ranks_that_outnumber_the_cores_are_left_out_though_nothing_is_predicted
     assert best_plan(problem).prediction.seconds < 1.02 * fastest_plan(problem, Evaluator(problem)).prediction.seconds
     found = fastest_plan(problem, Evaluator(problem))
     assert len(found.plan.spare) == 2
-    assert not any("slower than" in line for line in compare(problem, found, ["a", "b", "c", "d"]))
+    assert "do not distribute" not in compare(problem, found, ["a", "b", "c", "d"]).text
 
 
 def test_auto_keeps_as_many_ranks_of_a_machine_as_it_has_cores_for() -> None:

@@ -23,9 +23,10 @@ from horizonml.plan.lossy import Setting, Tried
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.cost import coding_seconds, copies_for_sync, synced_bytes
 from horizonml.planner.evaluator import Evaluator
+from horizonml.planner.explain import explain
 from horizonml.planner.planner import choose, fixed_plan, problem_for
 from horizonml.planner.profile import Host, Network
-from horizonml.planner.reasons import inexact_parts, sum_reasons
+from horizonml.planner.reasons import inexact_parts
 from horizonml.profiling.measure import codec_seconds
 from tests.unit.test_planner import profile
 import time
@@ -53,7 +54,7 @@ assert TOY in problem.constraints.syncs
 assert TOY not in problem.constraints.without_trial("there is none").syncs
 evaluator = Evaluator(problem)
 ddp = Plan((Stage(0, 6, (0, 1), (1.0, 1.0), TOY),))
-reason = next(iter(sum_reasons(evaluator, evaluator.judge(ddp))))
+(reason,) = (one for one in explain(evaluator, evaluator.judge(ddp), ["a", "b"]) if one.about == "sum")
 assert not reason.exact and "16-bit brain floats" in reason.text and TOY.error in reason.text
 assert synced_bytes(problem, TOY, 0, 6) == synced_bytes(problem, Sync.ALL_REDUCE, 0, 6) / 8
 assert TOY.load().__name__ == "ToyAllReduce"

@@ -15,8 +15,8 @@ from horizonml.models.tuning import selected
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.devices import read_profile, write_profile
-from horizonml.planner.evaluator import judge
-from horizonml.planner.explain import bottleneck, why
+from horizonml.planner.evaluator import Evaluator, judge
+from horizonml.planner.explain import explain
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.simulate import predict
@@ -150,8 +150,9 @@ def test_a_plan_is_explained_with_the_gradients_that_travel() -> None:
     for frozen, back, cut in ((0, ", and back", "40.0 KiB"), (2, "", "20.0 KiB")):
         slow = replace(problem(frozen), network=Network(1e-4, 1e4))
         found = judge(slow, pipeline)
-        assert f"stage 0 to 1 (20.0 KiB{back})" in bottleneck(slow, found, ["rank 0", "rank 1"])
-        assert f"between stages of this plan {cut} travel in all" in why(slow, found, ["rank 0", "rank 1"])[0]
+        told = [one.text for one in explain(Evaluator(slow), found, ["rank 0", "rank 1"])]
+        assert f"stage 0 to 1 (20.0 KiB{back})" in told[0]
+        assert f"between stages of this plan {cut} travel in all" in told[1]
 
 
 def test_members_of_a_frozen_stage_sum_nothing() -> None:

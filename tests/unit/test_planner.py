@@ -12,10 +12,10 @@ from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner import simulate
+from horizonml.planner.alternatives import remedy
 from horizonml.planner.candidates import equal_split
 from horizonml.planner.cost import Ring
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
-from horizonml.planner.explain import remedy
 from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.planner.problem import Constraints, Loading, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile

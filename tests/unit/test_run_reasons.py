@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from horizonml.job.jobfile import from_values
-from horizonml.planner.shape_reasons import run_reasons
+from horizonml.planner.explain import run_reasons
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ from horizonml.planner.shape_reasons import run_reasons
             {"precision": "auto"},
             1,
             None,
-            "With precision: auto, this plan is for fp32. The run tries bf16 on a warm-up",
+            "With precision: auto, this plan is for fp32: the run tries bf16 on a warm-up",
         ),
         (
             {"precision": "auto"},
             1,
             "a run of 5 steps is too short to try it",
-            "in fp32, because a run of 5 steps is too short",
+            "all layers run in fp32, because a run of 5 steps is too short",
         ),
     ],
 )

@@ -15,10 +15,11 @@ from horizonml.plan.actions import Kind
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.planner.evaluator import Evaluator, judge
-from horizonml.planner.explain import bottleneck, rows, why
+from horizonml.planner.explain import explain, rows
 from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
+from horizonml.planner.reasons import Told
 from horizonml.planner.search import search
 from horizonml.planner.simulate import predict
 from horizonml.planner.subset import widened
@@ -217,9 +218,9 @@ def test_a_plan_with_two_stages_on_each_rank_is_explained(interleaved: str) -> N
     problem = problem_of("pipeline", interleaved)
     found, names = search(problem), [f"rank {rank}" for rank in range(4)]
     table = rows(problem, found, names, [f"layer{number}" for number in range(8)])
-    assert [row.rank for row in table] == ["0", "1", "2", "3"] * 2
-    assert bottleneck(problem, found, names).startswith("The bottleneck: ")
-    assert len(why(problem, found, names)) == 1
+    assert [row[2] for row in table] == ["0", "1", "2", "3"] * 2
+    told = explain(Evaluator(problem), found, names, Told.WHAT_IF)
+    assert [one.about for one in told] == ["bottleneck", "traffic"]
 
 
 def test_every_constraint_works_with_every_schedule(zero_bubble: str, interleaved: str) -> None:

@@ -22,7 +22,10 @@ from horizonml.planner.search import search
 
 
 def cluster(seed: int, ranks: int, layers: int, memory: float = 1e12) -> Problem:
-    """Unequal devices and links, drawn at random: ten times from the slowest to the fastest, a hundred in links."""
+    """Unequal devices and links, drawn at random: ten times from the slowest to the fastest, a hundred in links.
+
+    A search among all numbers of micro-batches takes several times as long.
+    """
     draw = random.Random(seed)
     sizes = (1, 4, 16, 64)
     base = [draw.uniform(0.2, 2.0) for _ in range(layers)]
@@ -42,7 +45,8 @@ def cluster(seed: int, ranks: int, layers: int, memory: float = 1e12) -> Problem
         profiles.append(Profile(f"device{rank}", sizes, 1e-11, tuple(made)))
     hosts = [Host((rank,), 1.0, memory) for rank in range(ranks)]
     access = tuple(10 ** draw.uniform(5.5, 7.5) for _ in range(ranks))
-    return Problem(profiles, hosts, Network(10 ** draw.uniform(-4, -2.5), 1e9, access), draw.choice((16, 32, 64)), 1)
+    network, batch = Network(10 ** draw.uniform(-4, -2.5), 1e9, access), draw.choice((16, 32, 64))
+    return Problem(profiles, hosts, network, batch, 1, constraints=Constraints(micro_batches=(1, 2, 4, 8, 16)))
 
 
 def every_plan(evaluator: Evaluator, micro_batches: Sequence[int]) -> Iterator[Plan]:
@@ -71,8 +75,7 @@ def test_the_search_is_within_two_percent_of_the_best_of_all_plans() -> None:
         problem = cluster(seed, ranks, layers)
         found = search(problem)
         oracle = Evaluator(problem)
-        counts = [count for count in problem.micro_batches if count <= 16]
-        best = min(oracle.judge(plan).prediction.seconds for plan in every_plan(oracle, counts))
+        best = min(oracle.judge(plan).prediction.seconds for plan in every_plan(oracle, problem.micro_batches))
         ratios[seed, ranks] = found.prediction.seconds / best
     worst = sorted(ratios, key=lambda case: -ratios[case])[:5]
     assert statistics.median(ratios.values()) <= 1.0 + 1e-9
@@ -80,7 +83,7 @@ def test_the_search_is_within_two_percent_of_the_best_of_all_plans() -> None:
 
 
 def test_the_search_beats_the_simple_plans_on_larger_clusters() -> None:
-    for seed, ranks in ((1, 5), (3, 30)):
+    for seed, ranks in ((1, 5), (3, 20)):
         problem = cluster(seed, ranks, 14)
         found = search(problem)
         simple = [data_parallel(problem), *(equal_split(problem, count) for count in (1, 4, 8))]
@@ -198,7 +201,7 @@ def test_slow_links_are_compressed_and_fast_ones_are_not() -> None:
 
 
 def test_nobody_gets_a_single_sample_that_batchnorm_cannot_train_on() -> None:
-    for seed in range(6):
+    for seed in range(3):
         problem = cluster(seed, 4, 4)
         strict = [replace(profile, least_rows=2) for profile in problem.profiles]
         found = search(replace(problem, profiles=strict, batch_size=16, last_batch=5))
