@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -26,10 +25,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from horizonml.errors import JobError
 from horizonml.files import write_atomically
-from horizonml.plan.execution import from_json as executions_from_json
-from horizonml.plan.execution import to_json as executions_to_json
 from horizonml.planner.objective import MOST_WATTS, Watts
-from horizonml.planner.profile import Host, LayerProfile, Network, Profile
+from horizonml.planner.profile import Host, Network, Profile
 from horizonml.spec.base import PlainName, explain
 from horizonml.spec.reading import read_yaml
 from horizonml.text import nearest
@@ -202,32 +199,11 @@ class Cluster(_Section):
 
 def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
     """Write a profile as YAML for people, with seconds by micro-batch size, and bytes. Raises OSError."""
-    layers = [
-        {
-            "name": layer.name,
-            "forward": dict(zip(profile.sizes, layer.forward, strict=True)),
-            "backward": dict(zip(profile.sizes, layer.backward, strict=True)),
-            "parameter_bytes": layer.parameter_bytes,
-            **({} if layer.trained_bytes is None else {"trained_bytes": layer.trained_bytes}),
-            "saved_bytes_per_sample": layer.saved_bytes,
-            "output_bytes_per_sample": layer.output_bytes,
-            **({} if layer.gradient_bytes is None else {"gradient_bytes_per_sample": layer.gradient_bytes}),
-            **({"coded_bytes": {name: list(both) for name, both in layer.coded.items()}} if layer.coded else {}),
-        }
-        for layer in profile.layers
-    ]
-    content = {
-        "device": profile.device,
-        **about,
-        "update_seconds_per_byte": profile.update_seconds_per_byte,
-        "codec_seconds_per_byte": profile.codec_seconds_per_byte,
-        "message_seconds": profile.message_seconds,
-        "transfer_seconds_per_byte": profile.transfer_seconds_per_byte,
-        "crossing_seconds_per_byte": profile.crossing_seconds_per_byte,
-        "least_rows": profile.least_rows,
-        **({"executions": list(profile.executions), "gain": profile.gain} if profile.executions else {}),
-        "layers": layers,
-    }
+    content = profile.to_json(for_people=True)
+    sizes, layers = content.pop("sizes"), content.pop("layers")
+    for layer in layers:
+        layer |= {name: dict(zip(sizes, layer[name], strict=True)) for name in ("forward", "backward")}
+    content = {"device": profile.device, **about, **content, "layers": layers}
     text = yaml.safe_dump(content, sort_keys=False, width=120)
     write_atomically(path, f"# Made by `horizonml plan --profile`: seconds by micro-batch size.\n{text}".encode())
 
@@ -293,56 +269,20 @@ def read_profile(path: Path, names: Sequence[str]) -> Profile:
     """Read a profile that `write_profile` wrote, for a model with layers of these names. Raises JobError."""
     content = read_yaml(path, "`horizonml plan JOB --profile --out FILE` writes one", text_keys=False)
     try:
-        layers = tuple(
-            LayerProfile(
-                str(layer["name"]),
-                tuple(map(float, layer["forward"].values())),
-                tuple(map(float, layer["backward"].values())),
-                int(layer["parameter_bytes"]),
-                int(layer["saved_bytes_per_sample"]),
-                int(layer["output_bytes_per_sample"]),
-                _whole(layer.get("trained_bytes")),
-                _whole(layer.get("gradient_bytes_per_sample")),
-                {str(name): (int(out), int(back)) for name, (out, back) in layer.get("coded_bytes", {}).items()},
-            )
-            for layer in content["layers"]
-        )
-        sizes = tuple(map(int, content["layers"][0]["forward"]))
-        codecs = {str(name): float(seconds) for name, seconds in content["codec_seconds_per_byte"].items()}
-        update, transfer = (float(content[f"{name}_seconds_per_byte"]) for name in ("update", "transfer"))
-        message, least = float(content["message_seconds"]), int(content["least_rows"])
-        crossing = float(content.get("crossing_seconds_per_byte", 0.0))
-        ran = tuple(executions_to_json(executions_from_json(list(content.get("executions", ())))))
-        numbers = message, transfer, crossing, least
-        gain = float(content.get("gain", 1.0))
-        found = Profile(str(content["device"]), sizes, update, layers, codecs, *numbers, executions=ran, gain=gain)
-        check_profile(found)
-    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise JobError(
-            f"{path} is not a profile of this version of HorizonML ({type(error).__name__}: {error}); "
-            "`horizonml plan JOB --profile --out FILE` writes one"
-        ) from None
-    if [layer.name for layer in layers] != list(names):
-        raise JobError(f"{path} is the profile of another model: its first layer is {layers[0].name}")
-    return found
-
-
-def _whole(value: Any) -> int | None:
-    """Return a number that profiles of older versions do not have, or None."""
-    return None if value is None else int(value)
-
-
-def check_profile(profile: Profile) -> None:
-    """Raise ValueError if the profile has values that cannot have been measured."""
-    for layer in profile.layers:
-        if not len(layer.forward) == len(layer.backward) == len(profile.sizes):
-            raise ValueError(f"layer {layer.name} was not measured at the sizes {list(profile.sizes)}")
-        sizes = [layer.parameter_bytes, layer.saved_bytes, layer.output_bytes, layer.trained, layer.gradients]
-        numbers = [*layer.forward, *layer.backward, *sizes, *itertools.chain(*layer.coded.values())]
-        if not all(0 <= number < math.inf for number in numbers):
-            raise ValueError(f"layer {layer.name} has a negative or infinite time or size")
-    if list(profile.sizes) != sorted({*profile.sizes}) or profile.sizes[0] < 1:
-        raise ValueError(f"sizes {list(profile.sizes)} do not grow from 1 or more")
+        found = Profile.from_json({**content, "sizes": list(content["layers"][0]["forward"])})
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (LookupError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        if [layer.name for layer in found.layers] == list(names):
+            return found
+        raise JobError(f"{path} is the profile of another model: its first layer is {found.layers[0].name}")
+    raise JobError(
+        f"{path} is not a profile of this version of HorizonML ({problem}); "
+        "`horizonml plan JOB --profile --out FILE` writes one"
+    )
 
 
 def load_cluster(path: Path) -> Cluster:

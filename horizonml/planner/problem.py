@@ -10,7 +10,7 @@ from horizonml.plan.local import Local
 from horizonml.plan.lossy import Tried
 from horizonml.plan.syncs import FORMATS, Sync
 from horizonml.planner.objective import FASTEST, Objective, Watts
-from horizonml.planner.profile import Host, Network, Profile
+from horizonml.planner.profile import Host, Network, Profile, Whole
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 
@@ -112,10 +112,10 @@ class Constraints:
 class Loading:
     """Says what the samples take that ranks load ahead of the step: bytes of a sample's parts, and the limits."""
 
-    input_bytes: int = 0
-    target_bytes: int = 0
-    batches: int = 0  # ahead of the one that is trained on; 0 if nothing is loaded ahead
-    memory: int = 0  # bytes of all these together
+    input_bytes: Whole = 0
+    target_bytes: Whole = 0
+    batches: Whole = 0  # ahead of the one that is trained on; 0 if nothing is loaded ahead
+    memory: Whole = 0  # bytes of all these together
 
     def held(self, input_rows: int, target_rows: int) -> int:
         """Return the bytes that a rank holds that needs so many rows of a batch."""

@@ -8,14 +8,36 @@ Describes the machines and the network between ranks, as the planner sees them.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, PlainSerializer, TypeAdapter
 
 from horizonml.plan.execution import from_json, to_json
+from horizonml.text import printable
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+# What values of files must be like; these types are checked where a file is read, and nowhere else.
+Whole = Annotated[int, Field(ge=0, strict=True)]
+Number = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Name = Annotated[str, AfterValidator(lambda text: printable(text, 64))]
+# Those of a profile, which people may write by hand.
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Bytes = Annotated[int, Field(ge=0)]
+_Times = Annotated[
+    tuple[_Seconds, ...], BeforeValidator(lambda value: list(value.values()) if isinstance(value, dict) else value)
+]
+
+
+def _also(name: str, other: str) -> Any:
+    """Return that a field has another name in files for people."""
+    return Field(validation_alias=AliasChoices(name, other), serialization_alias=other)
 
 
 @dataclass(frozen=True)
@@ -23,16 +45,18 @@ class LayerProfile:
     """Describes one layer; `forward[i]` and `backward[i]` are seconds for `Profile.sizes[i]` samples."""
 
     name: str
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    parameter_bytes: int
-    saved_bytes: int  # kept from the forward to the backward pass, per sample
-    output_bytes: int  # per sample
-    trained_bytes: int | None = None  # of the parameters that are not frozen; None stands for all of them
-    gradient_bytes: int | None = None  # of the output's gradient, per sample; None stands for as many as of the output
-    coded: dict[str, tuple[int, int]] = field(default_factory=dict)
+    forward: _Times
+    backward: _Times
+    parameter_bytes: _Bytes
+    # Kept from the forward to the backward pass, per sample.
+    saved_bytes: Annotated[_Bytes, _also("saved_bytes", "saved_bytes_per_sample")]
+    output_bytes: Annotated[_Bytes, _also("output_bytes", "output_bytes_per_sample")]  # per sample
+    trained_bytes: _Bytes | None = None  # of the parameters that are not frozen; None stands for all of them
+    # Of the output's gradient, per sample; None stands for as many as of the output.
+    gradient_bytes: Annotated[_Bytes | None, _also("gradient_bytes", "gradient_bytes_per_sample")] = None
+    coded: Annotated[dict[str, tuple[_Bytes, _Bytes]], _also("coded", "coded_bytes")] = field(default_factory=dict)
     """The bytes per sample of the output and of its gradient in each format, scales included."""
-    spread: float = 1.0
+    spread: _Seconds = 1.0
     """How many times as long as the quickest run the longest took, which other programs may have disturbed."""
 
     @property
@@ -56,22 +80,22 @@ class Profile:
     """Describes all layers of a model on one device."""
 
     device: str
-    sizes: tuple[int, ...]
-    update_seconds_per_byte: float
+    sizes: tuple[_Bytes, ...]
+    update_seconds_per_byte: _Seconds
     layers: tuple[LayerProfile, ...]
-    codec_seconds_per_byte: dict[str, float] = field(default_factory=dict)
+    codec_seconds_per_byte: dict[str, _Seconds] = field(default_factory=dict)
     """The seconds to encode or decode a byte of float32 for a link, by format."""
-    message_seconds: float = 0.0
+    message_seconds: _Seconds = 0.0
     """The processor's seconds to send or receive a message; 0 if no link was measured."""
-    transfer_seconds_per_byte: float = 0.0
+    transfer_seconds_per_byte: _Seconds = 0.0
     """The processor's seconds for each byte of a message."""
-    crossing_seconds_per_byte: float = 0.0
+    crossing_seconds_per_byte: _Seconds = 0.0
     """The seconds of a core for each byte to or from another machine beyond those: its tunnel encrypts and carries."""
-    least_rows: int = 1
+    least_rows: _Bytes = 1
     """The fewest samples to train on: 2 if a layer cannot train on one, as BatchNorm with one value per channel."""
-    executions: tuple[Any, ...] = ()
+    executions: Annotated[tuple[Any, ...], AfterValidator(lambda runs: tuple(to_json(from_json(list(runs)))))] = ()
     """How the layers ran when they were measured, as JSON of `plan.execution`; nothing stands for all plain."""
-    gain: float = 1.0
+    gain: _Seconds = 1.0
     """How many times as fast as plain that is, all layers together, as far as that was measured."""
 
     def seconds(self, layer: int, rows: int) -> tuple[float, float]:
@@ -99,37 +123,25 @@ class Profile:
             codec_seconds_per_byte={name: time * factor for name, time in self.codec_seconds_per_byte.items()},
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the profile as a JSON object."""
-        return asdict(self)
+    def to_json(self, for_people: bool = False) -> dict[str, Any]:
+        """Return the profile as a JSON object; `for_people` with longer names, and without what is as usual."""
+        return _profiles().dump_python(self, mode="json", by_alias=for_people, exclude_defaults=for_people)  # type: ignore[no-any-return]
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Profile:
-        """Return the profile from which `to_json` made `value`."""
-        layers = tuple(
-            LayerProfile(
-                **{
-                    **layer,
-                    "forward": tuple(layer["forward"]),
-                    "backward": tuple(layer["backward"]),
-                    "coded": {name: (int(out), int(back)) for name, (out, back) in layer.get("coded", {}).items()},
-                }
-            )
-            for layer in value["layers"]
-        )
-        return cls(
-            str(value["device"]),
-            tuple(value["sizes"]),
-            float(value["update_seconds_per_byte"]),
-            layers,
-            dict(value["codec_seconds_per_byte"]),
-            float(value["message_seconds"]),
-            float(value["transfer_seconds_per_byte"]),
-            float(value.get("crossing_seconds_per_byte", 0.0)),
-            int(value["least_rows"]),
-            tuple(to_json(from_json(list(value.get("executions", ()))))),
-            float(value.get("gain", 1.0)),
-        )
+    def from_json(cls, value: Any) -> Profile:
+        """Return the profile from which `to_json` made `value`. Raises ValueError if nothing made it."""
+        found = _profiles().validate_python(value)
+        for layer in found.layers:
+            if not len(layer.forward) == len(layer.backward) == len(found.sizes):
+                raise ValueError(f"layer {layer.name} was not measured at the sizes {list(found.sizes)}")
+        if list(found.sizes) != sorted({*found.sizes}) or found.sizes[:1] < (1,):
+            raise ValueError(f"sizes {list(found.sizes)} do not grow from 1 or more")
+        return found
+
+
+@functools.cache
+def _profiles() -> TypeAdapter[Profile]:
+    return TypeAdapter(Profile)
 
 
 def _interpolate(sizes: Sequence[int], times: Sequence[float], rows: int) -> float:
@@ -149,7 +161,7 @@ Size = TypeVar("Size", float, "np.ndarray")  # bytes, one value or many
 
 # How much longer the same work takes a core while a number of cores compute on the machine, one point for each number
 # that was measured, in order: (2.0, 1.06) says 6% longer while two compute. Empty if it was not measured.
-Contention = tuple[tuple[float, float], ...]
+Contention = tuple[tuple[Positive, Positive], ...]
 
 
 def slowdown(contention: Contention, computing: float) -> float:
@@ -170,11 +182,11 @@ class Host:
     Containers with the same `machine` share its `machine_cores`; a host without `machine` is a machine by itself.
     """
 
-    ranks: tuple[int, ...]
-    cores: float
-    memory: float
-    machine: str = ""
-    machine_cores: float = 0.0
+    ranks: tuple[Whole, ...]
+    cores: Positive
+    memory: Annotated[float, Field(strict=True, ge=float("-inf"))]  # endless, or negative if processes take too much
+    machine: Name = ""
+    machine_cores: Number = 0.0
     contention: Contention = ()  # among the ranks of the machine
 
     @property
@@ -204,6 +216,14 @@ class Link(NamedTuple):
         return self.latency + size / self.bandwidth
 
 
+# In files it is a list of `[a, b, latency, bandwidth]`.
+_Pairs = Annotated[
+    Mapping[tuple[Whole, Whole], tuple[Number, Positive]],
+    BeforeValidator(lambda value: {(a, b): link for a, b, *link in value} if isinstance(value, list) else value),
+    PlainSerializer(lambda pairs: [[*pair, *link] for pair, link in pairs.items()]),
+]
+
+
 @dataclass(frozen=True)
 class Network:
     """Describes the links between all ranks: latency in seconds, bandwidth in bytes per second.
@@ -212,10 +232,10 @@ class Network:
     to b where it differs from both.
     """
 
-    latency: float
-    bandwidth: float
-    access: tuple[float, ...] = ()
-    pairs: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    latency: Number
+    bandwidth: Positive
+    access: tuple[Positive, ...] = ()
+    pairs: _Pairs = field(default_factory=dict)
 
     def between(self, one: int, other: int) -> Link:
         """Return the link from one rank to another."""
