@@ -25,7 +25,7 @@ from horizonml.planner.evaluator import Candidate, Evaluator, OutOfTime
 from horizonml.planner.outer import gentlest
 from horizonml.planner.problem import Constraints, FixedStage, Problem
 from horizonml.planner.programme import Programme
-from horizonml.planner.refine import more_precise
+from horizonml.planner.refine import improve, more_precise
 from horizonml.planner.search import search
 
 _MANY_RANKS = 200  # ranks, above which there is one search, for an exact plan, from which others are derived
@@ -132,7 +132,9 @@ def local_plan(evaluator: Evaluator) -> Candidate | None:
     most = _MOST_JUDGED[problem.ranks > _MANY_REPLICAS]
     judged = [_judged(evaluator, plan) for plan, _ in plans[:most]]
     best = min((one for one in judged if one is not None), key=lambda one: one.cost, default=None)
-    return _improved(evaluator, best) if best is not None and problem.ranks <= _FEW_RANKS else best
+    if best is None or problem.ranks > _FEW_RANKS:
+        return best
+    return improve(evaluator, best, _MOST_MOVES, _moves, _judged)
 
 
 def _judged(evaluator: Evaluator, plan: Plan) -> Candidate | None:
@@ -245,21 +247,6 @@ def _estimate(evaluator: Evaluator, plan: Plan) -> float:
     rows = -(-evaluator.problem.batch_size // plan.micro_batches)
     times = [evaluator.slowest(stage, rows) for stage in plan.stages]
     return (plan.micro_batches - 1) * max(times) + sum(times)
-
-
-def _improved(evaluator: Evaluator, found: Candidate) -> Candidate:
-    """Return the best plan that small moves lead to: a cut, two devices, or the number of micro-batches."""
-    best, end = found, evaluator.evaluations + _MOST_MOVES
-    while True:
-        before = best
-        for plan in _moves(evaluator, best.plan):
-            if evaluator.evaluations >= end:
-                return best
-            other = _judged(evaluator, plan)
-            if other is not None:
-                best = min(best, other, key=lambda one: one.cost)
-        if best is before:
-            return best
 
 
 def _moves(evaluator: Evaluator, plan: Plan) -> Iterator[Plan]:

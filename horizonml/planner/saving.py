@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from horizonml.plan.plan import Plan
 from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.problem import Problem
-from horizonml.planner.search import improve
+from horizonml.planner.refine import improve, other_shares, small_moves
 from horizonml.planner.simulate import Prediction
 from horizonml.planner.subset import MANY_RANKS, among, fastest_plan, planned, widened
 
@@ -26,7 +25,6 @@ _MOST_SETS = 8  # numbers of devices that are tried, for each order of them
 _MOST_IMPROVED = 3  # sets of devices whose plans are improved
 _SOME_RANKS = 32  # ranks, above which fewer sets are tried
 _POWERS = ((0.25, 0.5, 0.75), (0.5, 0.75))  # of the number of devices: the sizes of such sets, up to 200 and above
-_LESS = (0.5, 0.8, 1.25, 2.0)  # factors by which a member's share is tried
 _AT_ONCE = 800  # the most simulations of an improvement, divided by the devices
 _ROUNDING = 1 + 1e-9
 
@@ -149,29 +147,11 @@ class _Saving:
         place = {rank: number for number, rank in enumerate(kept)}
         stages = [replace(s, ranks=tuple(place[rank] for rank in s.ranks)) for s in one.plan.stages]
         start = evaluator.judge(replace(one.plan, stages=tuple(stages), spare=()))
-        best = start if one.plan.local is not None else improve(evaluator, start, budget, key)
-        end = evaluator.evaluations + budget
-        while best.plan.local is None:
-            before = best
-            for plan in _shared(best.plan):
-                if evaluator.evaluations >= end:
-                    break
-                best = min(best, evaluator.judge(plan), key=key)
-            if best is before or evaluator.evaluations >= end:
-                break
+        best = start
+        for moves in (small_moves, other_shares) if one.plan.local is None else ():
+            best = improve(evaluator, best, budget, moves, cost=key)
         judged = self._evaluator.judge(widened(best.plan, kept, ranks))
         return replace(judged, exact_seconds=one.exact_seconds)
-
-
-def _shared(plan: Plan) -> Iterator[Plan]:
-    """Yield plans in which one member of a stage has a larger or a smaller share."""
-    for number, stage in enumerate(plan.stages):
-        for place in range(len(stage.ranks)) if len(stage.ranks) > 1 else ():
-            for factor in _LESS:
-                shares = tuple(share * (factor if own == place else 1) for own, share in enumerate(stage.shares))
-                stages = list(plan.stages)
-                stages[number] = replace(stage, shares=shares)
-                yield replace(plan, stages=tuple(stages))
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,13 @@
 
 The dynamic programme proposes plans for several orders of the devices; the simulation judges the most promising; the
 best are improved by small moves; finally, other schedules are tried on the plans found.
-
-Proposes small changes of a plan: to a cut, to a device at a boundary, or to the number of micro-batches.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from horizonml.errors import PlanError
 from horizonml.plan.plan import Plan
@@ -22,7 +18,7 @@ from horizonml.planner.cost import gradient_message_bytes, message_bytes, ring_s
 from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.problem import Constraints, FixedStage, Problem
 from horizonml.planner.programme import Programme
-from horizonml.planner.refine import more_precise
+from horizonml.planner.refine import improve, more_precise, small_moves
 
 _SCHEDULE_IS_WORTH = 0.05  # of a step's time: the least that a schedule other than the first must save
 _NEAR = 1.05  # of the best time: other schedules are tried on plans within this
@@ -49,7 +45,9 @@ def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluato
     if not starts:
         raise PlanError("the constraints allow no plan of this model")
     most = 10 if problem.ranks <= 16 else 3 if problem.ranks <= 64 else 1
-    improved = sorted((improve(evaluator, one, budget // 3) for one in starts[:most]), key=lambda one: one.cost)
+    improved = sorted(
+        (improve(evaluator, one, budget // 3, small_moves) for one in starts[:most]), key=lambda one: one.cost
+    )
     best = improved[0]
     if several:
         alone = (one.plan for one in improved if len(one.plan.stages) == 1)
@@ -103,21 +101,6 @@ def _estimate(evaluator: Evaluator, plan: Plan) -> float:
     return (plan.micro_batches - 1) * max(times) + sum(times) + after
 
 
-def improve(
-    evaluator: Evaluator, found: Candidate, budget: int, cost: Callable[[Candidate], Any] = lambda one: one.cost
-) -> Candidate:
-    """Return the best plan that small moves lead to, one after the other, until none helps or `budget` is spent."""
-    best, end = found, evaluator.evaluations + budget
-    while True:
-        before = best
-        for plan in moves(evaluator, best.plan):
-            if evaluator.evaluations >= end:
-                return best
-            best = min(best, evaluator.judge(plan), key=cost)
-        if best is before:
-            return best
-
-
 def _by_schedule(
     evaluator: Evaluator, found: Sequence[Candidate], schedule: str, budget: int, near: float
 ) -> Candidate | None:
@@ -134,7 +117,7 @@ def _by_schedule(
     best = min(judged, key=lambda one: one.cost)
     worth_it = best.cost[:2] <= found[0].cost[:2] or near == math.inf
     if worth_it and best.prediction.seconds <= near:
-        best = improve(evaluator, best, budget // 6)
+        best = improve(evaluator, best, budget // 6, small_moves)
     return best
 
 
@@ -158,109 +141,3 @@ def _rescheduled(evaluator: Evaluator, plan: Plan, schedule: str) -> Iterator[Pl
     for micro_batches in places:
         for cuts, _ in programme.splits(groups, micro_batches):
             yield evaluator.plan(cuts, groups, micro_batches, schedule)
-
-
-_FEW_RANKS = 16  # ranks, up to which every device may move anywhere
-
-Groups = list[list[int]]
-_Make = Callable[[list[int], Groups, int], Plan]  # makes a plan from its cuts, groups and micro-batches
-
-
-def moves(evaluator: Evaluator, plan: Plan) -> Iterator[Plan]:
-    """Yield plans that differ a little from this one, among those that the constraints allow."""
-    problem = evaluator.problem
-    constraints = problem.constraints
-    cuts, groups = [stage.start for stage in plan.stages[1:]], [list(stage.ranks) for stage in plan.stages]
-
-    def make(cuts: list[int], groups: Groups, micro_batches: int) -> Plan:
-        return evaluator.plan(cuts, groups, micro_batches, plan.schedule)
-
-    place = _place(evaluator, plan)
-    for near in (place - 1, place + 1, place + 2):
-        if 0 <= near < len(problem.micro_batches):
-            yield make(cuts, groups, problem.micro_batches[near])
-    yield make(cuts, groups, plan.micro_batches)  # with the shares of this search
-    if constraints.cuts is None:
-        reach = 16 if problem.ranks <= _FEW_RANKS else 2
-        for number, cut in enumerate(cuts):
-            lowest, highest = [0, *cuts][number] + 1, [*cuts, problem.layers][number + 1] - 1
-            for other in range(max(lowest, cut - reach), min(highest, cut + reach) + 1):
-                if other != cut:
-                    yield make([*cuts[:number], other, *cuts[number + 1 :]], groups, plan.micro_batches)
-    one_stage_each = len(plan.lanes) == len(plan.stages)
-    if constraints.cuts is None and not one_stage_each:
-        yield from _slid(evaluator, plan, cuts, groups, make)
-    if constraints.ordered or constraints.stages is not None or problem.ranks > _MANY_RANKS or not one_stage_each:
-        return
-    for changed in itertools.chain(
-        _moved(evaluator, plan, cuts, groups, make),
-        _exchanged(evaluator, plan, cuts, groups, make),
-        _split(evaluator, plan, cuts, groups, make),
-    ):
-        number = len(changed.stages)
-        fewest = constraints.fewest_stages(problem.ranks)
-        if fewest <= number <= constraints.highest_stages(problem.ranks, problem.layers):
-            yield changed
-
-
-def _place(evaluator: Evaluator, plan: Plan) -> int:
-    """Return the position of a plan's number of micro-batches among the allowed numbers."""
-    counts = evaluator.problem.micro_batches
-    return counts.index(plan.micro_batches) if plan.micro_batches in counts else 0
-
-
-def _slid(evaluator: Evaluator, plan: Plan, cuts: list[int], groups: Groups, make: _Make) -> Iterator[Plan]:
-    """Yield plans in which some consecutive stages keep their sizes, and only the stages around them change.
-
-    One cut alone does not change the total work of a rank with several stages.
-    """
-    for first, end in itertools.combinations(range(len(cuts) + 1), 2):
-        for by in (-2, -1, 1, 2):
-            slid = [*cuts[:first], *(cut + by for cut in cuts[first:end]), *cuts[end:]]
-            bounds = [0, *slid, evaluator.problem.layers]
-            if end - first > 1 and all(a < b for a, b in itertools.pairwise(bounds)):
-                yield make(slid, groups, plan.micro_batches)
-
-
-def _moved(evaluator: Evaluator, plan: Plan, cuts: list[int], groups: Groups, make: _Make) -> Iterator[Plan]:
-    """Yield plans in which one device belongs to another stage."""
-    few = evaluator.problem.ranks <= _FEW_RANKS
-    for source, target in itertools.permutations(range(len(groups)), 2):
-        for rank in groups[source] if few else groups[source][:1] + groups[source][-1:]:
-            others = [[r for r in group if r != rank] for group in groups]
-            others[target] = [*others[target], rank]
-            if others[source]:
-                yield make(cuts, others, plan.micro_batches)
-            else:  # its stage disappears, and the neighbour takes the layers
-                gone = source if source < len(cuts) else source - 1
-                left = [cut for index, cut in enumerate(cuts) if index != gone]
-                yield make(left, [group for group in others if group], plan.micro_batches)
-
-
-def _exchanged(evaluator: Evaluator, plan: Plan, cuts: list[int], groups: Groups, make: _Make) -> Iterator[Plan]:
-    """Yield plans in which two stages, or two of their devices, are exchanged."""
-    counts, place = evaluator.problem.micro_batches, _place(evaluator, plan)
-    for one, other in itertools.combinations(range(len(groups)), 2):
-        exchanged = list(groups)
-        exchanged[one], exchanged[other] = groups[other], groups[one]
-        for near in range(max(0, place - 2), min(len(counts), place + 3)):
-            yield make(cuts, exchanged, counts[near])
-        if evaluator.problem.ranks > _FEW_RANKS:
-            continue
-        for a, b in itertools.product(groups[one], groups[other]):
-            swap = {a: b, b: a}
-            yield make(cuts, [[swap.get(r, r) for r in group] for group in groups], plan.micro_batches)
-
-
-def _split(evaluator: Evaluator, plan: Plan, cuts: list[int], groups: Groups, make: _Make) -> Iterator[Plan]:
-    """Yield plans in which one device of a stage forms a new stage with some of its layers."""
-    if evaluator.problem.ranks > _FEW_RANKS:
-        return
-    for number, group in enumerate(groups):
-        start, stop = [0, *cuts][number], [*cuts, evaluator.problem.layers][number]
-        for cut in range(start + 1, stop):
-            for rank in group if len(group) > 1 else ():
-                rest = [r for r in group if r != rank]
-                for pair in ([rank], rest), (rest, [rank]):
-                    between = [*groups[:number], *pair, *groups[number + 1 :]]
-                    yield make([*cuts[:number], cut, *cuts[number:]], between, plan.micro_batches)
