@@ -1,6 +1,6 @@
-"""Measures how many devices a lobby takes in, and how fast: python -m benchmarks.joins [--devices 100].
+"""Measures how many devices a run takes in, and how fast: python -m benchmarks.joins [--devices 100].
 
-One process serves a lobby over TLS, as `horizonml up` does. The devices are threads of a second process, each with a
+One process serves over TLS, as `horizonml up` does. The devices are threads of a second process, each with a
 connection of its own, that say what `horizonml join` says: that they are there, twice a round trip to get the job, then
 that they are ready, and a sign of life every second. Nothing is trained.
 """
@@ -24,11 +24,16 @@ from horizonml.job.jobfile import from_values
 from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.machine.network import listen
 from horizonml.rendezvous.client import Client
-from horizonml.rendezvous.discovery.device import Device
+from horizonml.rendezvous.device_messages import (
+    DeviceBeat,
+    DeviceInfo,
+    DeviceState,
+    Phase,
+    RunOutcome,
+)
+from horizonml.rendezvous.devices import DeviceHeartbeat
 from horizonml.rendezvous.service import Service
-from horizonml.runtime.lobby.lobby import Lobby
-from horizonml.runtime.lobby.messages import Outcome, Phase, Sign, Standing, Voice
-from horizonml.runtime.lobby.sharing import offer
+from horizonml.runtime.lobby.offer import offer
 from horizonml.security.tls import client_context, server_context
 from horizonml.security.token import make_token, parse_token
 
@@ -42,7 +47,7 @@ class Result:
 
     devices: int
     ready_seconds: float  # until all were there and ready, from the first connection
-    median_seconds: float  # of one join: the handshake, the first sign of life, and the job
+    median_seconds: float  # of one join: the handshake, the first heartbeat, and the job
     slowest_seconds: float
     started_seconds: float  # until all knew their ranks, from the start
     ranks: int  # different ones that were given
@@ -52,14 +57,14 @@ class Result:
 
 
 def measure(devices: int, still_seconds: float = _STILL_SECONDS) -> Result:
-    """Let so many devices join a lobby in this process, start it, and return what was measured."""
+    """Let so many devices join a run in this process, start it, and return what was measured."""
     token, over = make_token(), threading.Event()
     job = from_values({"name": "joins", "parallel": {"strategy": "ddp", "max_workers": devices + 1}}, "the benchmark")
-    lobby = Lobby(offer(job, secrets.token_hex(16)))
+    run = offer(job, secrets.token_hex(16)).devices()
     before = rss_bytes()
     with ExitStack() as stack:
         listener = stack.enter_context(listen("127.0.0.1", 0))
-        service = Service(listener, server_context(token), handlers=lobby.handlers())
+        service = Service(listener, server_context(token), roster=run.roster, handlers=run.handlers())
         thread = threading.Thread(target=service.run, args=(over.is_set,), daemon=True)
         thread.start()
         stack.callback(thread.join, 5.0)
@@ -69,16 +74,16 @@ def measure(devices: int, still_seconds: float = _STILL_SECONDS) -> Result:
         env = {**os.environ, "HORIZONML_TOKEN": token.text}
         others = stack.enter_context(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
         stack.callback(others.kill)
-        _wait(lambda: lobby.present() == devices + 1, "all devices to be ready")
+        _wait(lambda: run.ready() == devices + 1, "all devices to be ready")
         joined, cpu = time.time(), cpu_seconds() - cpu
         memory = rss_bytes() - before
         still = cpu_seconds()
         time.sleep(still_seconds)
         still = (cpu_seconds() - still) / still_seconds
         started = time.time()
-        lobby.start()
-        _wait(lambda: all(guest.sign.standing is Standing.TRAINING for guest in lobby.guests()), "all to know it")
-        lobby.end(Outcome.COMPLETE)
+        run.start()
+        _wait(lambda: all(one.beat.state is DeviceState.TRAINING for one in run.present()), "all to know it")
+        run.end(RunOutcome.COMPLETE)
         assert others.stdout is not None
         said = json.loads(others.stdout.readline())
     return Result(
@@ -101,18 +106,18 @@ def join(devices: int, port: int) -> dict[str, object]:
 
     def one(number: int) -> None:
         start = time.monotonic()
-        sign = Sign(secrets.token_hex(16), Device(f"device-{number}", 4.0, 8 << 30, torch="2"))
-        with Voice(lambda: Client(("127.0.0.1", port), tls, 60.0), sign) as voice:
-            _wait(lambda: voice.news is not None, "the first news")
-            voice.ask({"do": "job"})
+        beat = DeviceBeat(secrets.token_hex(16), DeviceInfo(f"device-{number}", 4.0, 8 << 30, torch="2"))
+        with DeviceHeartbeat(lambda: Client(("127.0.0.1", port), tls, 60.0), beat) as own:
+            _wait(lambda: own.status is not None, "the first answer")
+            own.ask({"do": "job"})
             joins.append(time.monotonic() - start)
-            voice.say(Standing.READY)
-            _wait(lambda: voice.news is not None and voice.news.rank is not None, "the rank")
-            assert voice.news is not None
+            own.say(DeviceState.READY)
+            _wait(lambda: own.status is not None and own.status.rank is not None, "the rank")
+            assert own.status is not None
             told.append(time.time())
-            ranks.append(voice.news.rank or 0)
-            voice.say(Standing.TRAINING)
-            _wait(lambda: voice.news is not None and voice.news.phase is Phase.OVER, "the end")
+            ranks.append(own.status.rank or 0)
+            own.say(DeviceState.TRAINING)
+            _wait(lambda: own.status is not None and own.status.phase is Phase.OVER, "the end")
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(devices)]
     for thread in threads:

@@ -18,8 +18,12 @@ from dataclasses import replace
 import psutil
 
 from horizonml.rendezvous.client import Client, Endpoint
-from horizonml.rendezvous.messages import Fingerprint, Join
+from horizonml.rendezvous.messages import (
+    Fingerprint,
+    Join,
+)
 from horizonml.rendezvous.service import SETTLE_SECONDS
+from horizonml.rendezvous.wire import fields_of
 from horizonml.security.tls import _pair, client_context
 from horizonml.security.token import TOKEN, Token, make_token
 
@@ -140,7 +144,7 @@ def _each(clients: list[Client], action: Callable[[Client], object]) -> None:
 def _join(endpoint: Endpoint, rank: int, ranks: int) -> Client:
     one = Fingerprint(rank, ranks, "bench", "d1", "0", "0", f"pi{rank}", f"m{rank}", f"10.0.0.{rank}", 100)
     client = endpoint.connect(20.0)
-    client.ask(Join(rank + 1, replace(one, pid=100 + rank)).to_json(), 10.0)
+    client.ask(fields_of(Join(rank + 1, replace(one, pid=100 + rank)), "join"), 10.0)
     return client
 
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from horizonml.rendezvous.answers import Ended, Formed, Lost, Refused
-from horizonml.rendezvous.messages import Departure, Farewell, Fingerprint
+from horizonml.rendezvous.members import Formed, Refused
+from horizonml.rendezvous.messages import (
+    Departure,
+    Ended,
+    Farewell,
+    Fingerprint,
+    Lost,
+)
 from horizonml.rendezvous.roster import Roster
 
 

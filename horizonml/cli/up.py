@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from horizonml.job.schema import Job
     from horizonml.machine.signals import StopRequest
     from horizonml.machine.yielding import Courtesy
+    from horizonml.rendezvous.discovery.finding import ServiceAddress
     from horizonml.rendezvous.discovery.records import Found
     from horizonml.runtime.lobby.join import Joiner
-    from horizonml.runtime.lobby.messages import Place
     from horizonml.runtime.lobby.up import Up
     from horizonml.security.token import Token
 
@@ -71,8 +71,10 @@ def up(
     token, and they need neither the job file nor a rank or an address. Training starts when you press Enter, or when
     --workers N devices are ready, and goes on when devices join or leave.
     """
+    from horizonml.rendezvous.device_messages import (
+        RunOutcome,
+    )
     from horizonml.runtime.command import insecure as accepted
-    from horizonml.runtime.lobby.messages import Outcome
     from horizonml.runtime.lobby.up import Settings, Up
 
     job = load_job(job_file, overrides)
@@ -83,7 +85,7 @@ def up(
     run = Up(settings)
     with _page(run, job, token, page_port) if page else nullcontext():
         outcome = run.run()
-    if outcome is Outcome.STOPPED:
+    if outcome is RunOutcome.STOPPED:
         sys.exit(130)
 
 
@@ -172,7 +174,7 @@ def join(
     from horizonml.runtime.command import insecure as accepted
     from horizonml.runtime.lobby import terminal
     from horizonml.runtime.lobby.join import Joiner
-    from horizonml.runtime.lobby.messages import JoinSettings
+    from horizonml.runtime.lobby.prepare import JoinSettings
     from horizonml.security.token import find_token
 
     if print_unit:
@@ -198,8 +200,8 @@ def join(
         )
         joiner = Joiner(settings, stop)
 
-        def place() -> Place | None:
-            from horizonml.runtime.lobby.finding import at, find
+        def place() -> ServiceAddress | None:
+            from horizonml.rendezvous.discovery.finding import at, find
 
             if peer is not None:
                 return at(peer)
@@ -211,19 +213,19 @@ def join(
             _join_once(joiner, place, courtesy)
 
 
-def _join_once(joiner: Joiner, place: Callable[[], Place | None], courtesy: Courtesy) -> None:
+def _join_once(joiner: Joiner, place: Callable[[], ServiceAddress | None], courtesy: Courtesy) -> None:
     """Take part in one run, with pauses while this device's owner needs it. Raises HorizonError."""
-    from horizonml.runtime.lobby.visit import Ending
+    from horizonml.runtime.lobby.join import Ending
 
     while courtesy.wait():
         found = place()
-        if found is None or joiner.visit(found) is not Ending.YIELDED:
+        if found is None or joiner.join(found) is not Ending.YIELDED:
             return
 
 
 def _join_forever(
     joiner: Joiner,
-    place: Callable[[], Place | None],
+    place: Callable[[], ServiceAddress | None],
     courtesy: Courtesy,
     stop: StopRequest,
     pause: float = _AGAIN_SECONDS,
@@ -268,8 +270,8 @@ def _refuse_without_token() -> None:
 
 def _choose(found: Sequence[Found], stop: StopRequest) -> Found | None:
     """Let the person at the terminal choose among runs, if there is one."""
+    from horizonml.rendezvous.discovery.finding import words
     from horizonml.runtime.lobby import terminal
-    from horizonml.runtime.lobby.finding import words
 
     if not terminal.is_there():
         return None

@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from horizonml.rendezvous.members import Members
-from horizonml.rendezvous.messages import Fingerprint
+from horizonml.rendezvous.messages import (
+    Fingerprint,
+)
 
 GATHER_SECONDS = 0.5  # after the first report, in which the other ends of broken links report, too
 _FREE_FAILURES = 2  # of a link, before who is left out has to wait although the link works again

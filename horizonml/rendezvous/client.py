@@ -1,4 +1,4 @@
-"""Asks the rendezvous service, and waits for each answer for a limited time only."""
+"""Asks the rendezvous service, and waits for each answer for a limited time only; without PyTorch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from horizonml.rendezvous.checks import MOST_ANSWER, TLS_RECORDS, Fields, encode, explain_tls, hello, is_final, parse
+from horizonml.rendezvous.wire import (
+    MOST_ANSWER,
+    TLS_RECORDS,
+    Fields,
+    encode,
+    explain_tls,
+    hello,
+    is_final,
+    parse,
+)
 from horizonml.text import printable
 
 _MOST_TIME = 1e11  # seconds since 1970, which is far beyond any clock
@@ -170,3 +180,37 @@ class Client:
             raise ValueError("it says more than it was asked")
         self._received.clear()
         return parse(bytes(line), MOST_ANSWER)
+
+
+ANSWER_SECONDS = 2.0  # then the connection is made anew, which is quicker than TCP's own recovery
+
+
+class Contact:
+    """Asks the service for as long as it takes, also if the service was started anew. Any thread may use it."""
+
+    def __init__(self, connect: Callable[[], Client], client: Client | None = None) -> None:
+        """Speak on the connection `client` as long as that lasts, and then on what `connect` returns."""
+        self._connect, self._client = connect, client
+        self._connecting = threading.Lock()
+
+    def ask(self, request: Fields, seconds: float = ANSWER_SECONDS) -> Fields:
+        """Return the service's answer. Raises ServiceError."""
+        with self._connecting:
+            if self._client is None:
+                self._client = self._connect()
+            client = self._client
+        try:
+            return client.ask(request, seconds)
+        except ServiceError:
+            if client.closed:
+                with self._connecting:
+                    if self._client is client:
+                        self._client = None
+            raise
+
+    def close(self) -> None:
+        """Close the connection; another request would make a new one."""
+        with self._connecting:
+            if self._client is not None:
+                self._client.close()
+                self._client = None

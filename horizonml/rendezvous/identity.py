@@ -1,6 +1,5 @@
 """Finds out which rank this process is, and of how many, from whatever started it.
 
-Each source is a pure function of environment variables; the first that knows wins, in the order of `SOURCES`.
 A launcher inside another's job must come first: an `mpirun` in a Slurm batch job inherits SLURM_PROCID=0.
 
 Gives rank numbers to processes whose environment names none: the lowest that no living rank holds.
@@ -11,12 +10,13 @@ The number of a rank that was started with it, and is lost, comes last: whatever
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from horizonml.errors import IdentityError
-from horizonml.rendezvous.checks import MOST_RANKS, Fields, shown, whole
-from horizonml.rendezvous.messages import Ask
+from horizonml.rendezvous.messages import (
+    NumberRequest,
+)
 
 Environment = Mapping[str, str]
 
@@ -30,69 +30,26 @@ class Identity:
     source: str
 
 
-def from_rank(env: Environment) -> Identity | None:
-    """Read `RANK` and `WORLD_SIZE`, which torchrun, Compose and our own launcher set."""
-    return _pair(env, "RANK", "WORLD_SIZE", "RANK")
-
-
-def from_stateful_set(env: Environment) -> Identity | None:
-    """Read the ordinal of a StatefulSet's pod, and `WORLD_SIZE`.
-
-    The ordinal is POD_INDEX (the label apps.kubernetes.io/pod-index through the downward API), else the number at the
-    end of the pod's HOSTNAME.
-    """
-    if "WORLD_SIZE" not in env:
-        return None
-    if "POD_INDEX" in env:
-        return _pair(env, "POD_INDEX", "WORLD_SIZE", "StatefulSet")
-    ordinal = re.fullmatch(r".+-(\d+)", env.get("HOSTNAME", ""))
-    if ordinal is None:
-        return None
-    return _pair({**env, "HOSTNAME": ordinal[1]}, "HOSTNAME", "WORLD_SIZE", "StatefulSet")
-
-
-def from_horovod(env: Environment) -> Identity | None:
-    """Read what horovodrun sets when it runs over gloo."""
-    return _pair(env, "HOROVOD_RANK", "HOROVOD_SIZE", "horovodrun")
-
-
-def from_open_mpi(env: Environment) -> Identity | None:
-    """Read what Open MPI's mpirun sets."""
-    return _pair(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI")
-
-
-def from_mvapich(env: Environment) -> Identity | None:
-    """Read what MVAPICH's mpirun_rsh sets."""
-    return _pair(env, "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MVAPICH")
-
-
-def from_pmi(env: Environment) -> Identity | None:
-    """Read what MPICH and Intel MPI set (`PMI_RANK`, `PMI_SIZE`), or PMIx, whose world size comes from Slurm."""
-    if "PMI_RANK" in env:
-        return _pair(env, "PMI_RANK", "PMI_SIZE", "PMI")
-    if "PMIX_RANK" in env:
-        size = "PMIX_SIZE" if "PMIX_SIZE" in env else "SLURM_NTASKS"
-        return _pair(env, "PMIX_RANK", size, "PMIx")
-    return None
-
-
-def from_slurm(env: Environment) -> Identity | None:
-    """Read what Slurm's srun sets."""
-    # A batch script itself has SLURM_PROCID too; only a step has SLURM_STEP_ID beside it.
-    if "SLURM_STEP_ID" not in env and "SLURM_STEPID" not in env:
-        return None
-    return _pair(env, "SLURM_PROCID", "SLURM_NTASKS", "Slurm")
-
-
-SOURCES: tuple[Callable[[Environment], Identity | None], ...] = (
-    from_rank,
-    from_stateful_set,
-    from_horovod,
-    from_open_mpi,
-    from_mvapich,
-    from_pmi,
-    from_slurm,
+# The first that knows wins: the variables of the rank and of the world size, what sets them, and what must be set, too.
+_SOURCES = (
+    ("RANK", "WORLD_SIZE", "RANK", None),  # torchrun, Compose and our own launcher
+    ("POD_INDEX", "WORLD_SIZE", "StatefulSet", "WORLD_SIZE"),  # the label apps.kubernetes.io/pod-index
+    ("HOSTNAME", "WORLD_SIZE", "StatefulSet", "WORLD_SIZE"),  # of a pod, which ends with its ordinal
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "horovodrun", None),  # over gloo
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI", None),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MVAPICH", None),
+    ("PMI_RANK", "PMI_SIZE", "PMI", None),  # MPICH and Intel MPI
+    ("PMIX_RANK", "PMIX_SIZE", "PMIx", "PMIX_SIZE"),
+    ("PMIX_RANK", "SLURM_NTASKS", "PMIx", None),
+    # A batch script has SLURM_PROCID, too; only a step has one of these.
+    ("SLURM_PROCID", "SLURM_NTASKS", "Slurm", "SLURM_STEP_ID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "Slurm", "SLURM_STEPID"),
 )
+
+
+def from_rank(env: Environment) -> Identity | None:
+    """Return what `RANK` and `WORLD_SIZE` say, which torchrun, Compose and our own launcher set."""
+    return _from(env, *_SOURCES[0])
 
 
 def identify(env: Environment, most: int | None = None) -> Identity | None:
@@ -100,7 +57,7 @@ def identify(env: Environment, most: int | None = None) -> Identity | None:
 
     `most` ranks may take part (parallel.max_workers), where that is more than the world size.
     """
-    found = next((found for source in SOURCES if (found := source(env)) is not None), None)
+    found = next((found for source in _SOURCES if (found := _from(env, *source)) is not None), None)
     if found is not None and found.rank >= max(found.world_size, most or 0):
         last = max(found.world_size, most or 0) - 1
         raise IdentityError(
@@ -126,9 +83,14 @@ def local_rank(env: Environment) -> int:
     return next((_number(env, name) for name in names if name in env), 0)
 
 
-def _pair(env: Environment, rank_name: str, size_name: str, source: str) -> Identity | None:
-    if rank_name not in env:
+def _from(env: Environment, rank_name: str, size_name: str, source: str, needs: str | None) -> Identity | None:
+    if rank_name not in env or (needs is not None and needs not in env):
         return None
+    if rank_name == "HOSTNAME":
+        ordinal = re.fullmatch(r".+-(\d+)", env[rank_name])
+        if ordinal is None:
+            return None
+        env = {**env, rank_name: ordinal[1]}
     rank = _number(env, rank_name)
     if size_name not in env:
         raise IdentityError(f"{rank_name} is set ({rank}) but {size_name} is not; set both, or neither")
@@ -148,14 +110,6 @@ def _number(env: Environment, name: str) -> int:
 RESERVE_SECONDS = 60.0  # in which a process that was given a number joins with it
 
 
-@dataclass(frozen=True)
-class Given:
-    """A rank number that a process was given, and the world size of the run that it joins."""
-
-    rank: int
-    world_size: int
-
-
 @dataclass
 class Numbers:
     """Remembers which number was reserved for which process. Times are seconds of any clock."""
@@ -164,7 +118,12 @@ class Numbers:
     _reserved: dict[int, tuple[tuple[str, int], float]] = field(default_factory=dict)
 
     def give(
-        self, ask: Ask, held: Mapping[int, tuple[str, int]], closed: Iterable[int], before: Iterable[int], now: float
+        self,
+        ask: NumberRequest,
+        held: Mapping[int, tuple[str, int]],
+        closed: Iterable[int],
+        before: Iterable[int],
+        now: float,
     ) -> int | None:
         """Return a number for a process, or None if there is none left.
 
@@ -187,12 +146,10 @@ class Numbers:
         self._reserved[rank] = process, now + RESERVE_SECONDS
         return rank
 
-
-def read_given(answer: Fields) -> Given | None:
-    """Return the number that the service has given, None if it has none yet. Raises ValueError."""
-    value = answer.get("number")
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise ValueError(f"a number must be an object, not {shown(value)}")
-    return Given(whole(value, "rank", 0, MOST_RANKS - 1), whole(value, "world_size", 1, MOST_RANKS))
+    def keep(self, rank: int, process: tuple[str, int], now: float, seconds: float) -> bool:
+        """Reserve a number for a process for some seconds, unless it is reserved for another one."""
+        holder, until = self._reserved.get(rank, (process, now))
+        free = holder == process or until <= now
+        if free:
+            self._reserved[rank] = process, now + seconds
+        return free

@@ -17,11 +17,22 @@ from horizonml.errors import RendezvousError
 from horizonml.machine.host import device_name, machine_id, seconds_up
 from horizonml.machine.network import Probe, route_to, use_interface
 from horizonml.machine.signals import Cancelled
-from horizonml.rendezvous.answers import Complete, HeldBack, Refused, Status, read_status, read_verdict
 from horizonml.rendezvous.client import Client, Endpoint, ServiceError, ServiceRefuses, Unwanted
-from horizonml.rendezvous.identity import Identity, read_given
+from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.membership import Membership, take_place
-from horizonml.rendezvous.messages import Ask, Fingerprint, Join
+from horizonml.rendezvous.messages import (
+    Ask,
+    Beat,
+    BeatAnswer,
+    Fingerprint,
+    GroupStatus,
+    HeldBack,
+    Join,
+    Nothing,
+    Number,
+    NumberRequest,
+)
+from horizonml.rendezvous.wire import fields_of, read
 
 _FIRST_SECONDS, _SAY_SECONDS = 2.0, 10.0  # until a rank first says what it waits for, and then between two times
 _CONNECT_SECONDS = 5.0
@@ -106,9 +117,11 @@ def ask_rank(
     try:
         host_id = f"{machine_id()}/{route_to(endpoint.host, endpoint.port)[0]}"
         most = max(world_size, settings.max_world_size)
-        ask = Ask(secrets.randbits(62), host_id, os.getpid(), settings.digest, world_size, most)
+        ask = fields_of(
+            Ask(secrets.randbits(62), NumberRequest(host_id, os.getpid(), settings.digest, world_size, most)), "ask"
+        )
         reminder = _Reminder(observer)
-        while (given := read_given(client.ask(ask.to_json(), _ANSWER_SECONDS))) is None:
+        while (given := read(Number, client.ask(ask, _ANSWER_SECONDS)).number) is None:
             if cancelled():
                 raise Cancelled
             if time.monotonic() >= deadline:
@@ -161,7 +174,7 @@ class _Meeting:
         self.admitted = True
         number, own, membership = secrets.randbits(62), self._fingerprint(), None
         try:
-            client.ask(Join(number, own).to_json(), _ANSWER_SECONDS)
+            client.ask(fields_of(Join(number, own), "join"), _ANSWER_SECONDS)
             membership = self._wait(client, number, own)
             return membership
         except ServiceRefuses as error:
@@ -183,19 +196,19 @@ class _Meeting:
         withdrawn, asked = None, False
         while True:
             beats += 1
-            beat = {"do": "beat", "count": beats, "verdict": True, "seconds": _HOLD_SECONDS, "reached": links.work()}
-            answer = client.ask(beat, _ANSWER_SECONDS)
-            if "verdict" in answer:
-                verdict = read_verdict(answer["verdict"])
-                if isinstance(verdict, Complete):
+            beat = fields_of(Beat(beats, links.work(), verdict=True, seconds=_HOLD_SECONDS), "beat")
+            answer = read(BeatAnswer, client.ask(beat, _ANSWER_SECONDS))
+            verdict, status = answer.verdict, answer.status
+            if verdict is not None:
+                if verdict.complete:
                     raise JobComplete
-                if not isinstance(verdict, Refused):
+                if verdict.refused is None:
                     return take_place(number, own, verdict, self.endpoint, client, beats)
                 if withdrawn is None:
-                    raise RendezvousError(f"refused: {verdict.reason}")
+                    raise RendezvousError(f"refused: {verdict.refused}")
             # The group may be formed at this very moment. The others would then wait for this rank for as long as a
             # step may take, so the service has the last word on whether it may go.
-            if "verdict" in answer or (withdrawn is not None and time.monotonic() - withdrawn > _WITHDRAW_SECONDS):
+            if verdict is not None or (withdrawn is not None and time.monotonic() - withdrawn > _WITHDRAW_SECONDS):
                 if asked:
                     raise Cancelled
                 raise RendezvousError(
@@ -203,17 +216,16 @@ class _Meeting:
                     f"{self.settings.timeout:.0f} s (rendezvous.timeout): {waiting_for}"
                 )
             if withdrawn is None:
-                status = read_status(answer.get("status"))
                 waiting_for = _in_words(status)
                 links.are_asked(status)
                 if status.missing != missing:
                     missing = status.missing
-                    self.observer.waiting(missing)
+                    self.observer.waiting(list(missing))
                 reminder.say(waiting_for)
                 asked = self.cancelled()
                 if asked or time.monotonic() >= self.deadline:
                     withdrawn = time.monotonic()
-                    client.ask({"do": "withdraw"}, _ANSWER_SECONDS)
+                    client.ask(fields_of(Nothing(), "withdraw"), _ANSWER_SECONDS)
 
     def _fingerprint(self) -> Fingerprint:
         """Return what this rank says of itself, and make gloo use the interface that leads to the service."""
@@ -250,7 +262,7 @@ class _Links:
     def __init__(self) -> None:
         self._probe: Probe | None = None
 
-    def are_asked(self, status: Status) -> None:
+    def are_asked(self, status: GroupStatus) -> None:
         """Try those that the service names, and no others."""
         addresses = {address for one in status.held if one.own for address in one.probe}
         if self._probe is None or self._probe.addresses != addresses or not self._probe.silent:
@@ -308,7 +320,7 @@ def _held_in_words(held: HeldBack) -> str:
     return f"{held.reason}; {held.left:.0f} s are left" if held.left else held.reason
 
 
-def _in_words(status: Status) -> str:
+def _in_words(status: GroupStatus) -> str:
     """Return what a rank waits for, for people."""
     own = next((one for one in status.held if one.own), None)
     if own is not None:

@@ -12,8 +12,36 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from horizonml.rendezvous.answers import Complete, Ended, Lost
-from horizonml.rendezvous.messages import Fingerprint, GroupKey
+from horizonml.rendezvous.messages import (
+    Ended,
+    Fingerprint,
+    GroupKey,
+    Lost,
+)
+
+
+@dataclass(frozen=True)
+class Formed:
+    """The verdict on a complete group: its generation, and its joins and members in the order of ranks."""
+
+    generation: int
+    joins: list[int]
+    members: list[Fingerprint]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The verdict on joins that were refused, and why."""
+
+    joins: list[int]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Complete:
+    """The verdict on joins that come when the others have trained the job to the end."""
+
+    joins: list[int]
 
 
 @dataclass

@@ -7,8 +7,6 @@
 It is a thread with a connection of its own, which does nothing but beat: a step that computes, a disk that blocks or a
 collective that waits does not hold it up, because all of them release the interpreter's lock. A garbage collection
 does not release it, but takes seconds only beyond tens of millions of objects.
-
-A member's connection to the rendezvous service, which is made anew when it breaks.
 """
 
 from __future__ import annotations
@@ -24,58 +22,28 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store
 
 from horizonml.errors import PeerLost
-from horizonml.rendezvous.answers import Ended, Lost, Member, Status, read_ended, read_status
-from horizonml.rendezvous.checks import MOST_RANKS, Fields
-from horizonml.rendezvous.client import Client, Endpoint, ServiceError
-from horizonml.rendezvous.messages import Departure, Farewell, Fingerprint, Resume
+from horizonml.rendezvous.client import Client, Contact, Endpoint, ServiceError
+from horizonml.rendezvous.messages import (
+    Beat,
+    BeatAnswer,
+    Departure,
+    Ended,
+    Farewell,
+    Fingerprint,
+    GetKeys,
+    Leave,
+    Lost,
+    Nothing,
+    Peers,
+    Resume,
+    SetKey,
+    Unreached,
+    Verdict,
+)
+from horizonml.rendezvous.wire import Fields, fields_of, read
 from horizonml.text import printable
 
 _CONNECT_SECONDS = 1.0
-ANSWER_SECONDS = 2.0  # then the connection is made anew, which is quicker than TCP's own recovery
-
-
-class Contact:
-    """Asks the service on behalf of a member, also if the service was started anew. Any thread may use it."""
-
-    def __init__(self, endpoint: Endpoint, resume: Resume, client: Client | None = None) -> None:
-        """Speak for the member that `resume` describes, on the connection `client` as long as that lasts."""
-        self.endpoint = endpoint
-        self._resume, self._client = resume, client
-        self._connecting = threading.Lock()
-
-    def ask(self, request: Fields, seconds: float = ANSWER_SECONDS) -> Fields:
-        """Return the service's answer. Raises ServiceError."""
-        client = self._connected()
-        try:
-            return client.ask(request, seconds)
-        except ServiceError:
-            if client.closed:
-                with self._connecting:
-                    if self._client is client:
-                        self._client = None
-            raise
-
-    def close(self) -> None:
-        """Close the connection; another request would make a new one."""
-        with self._connecting:
-            if self._client is not None:
-                self._client.close()
-                self._client = None
-
-    def _connected(self) -> Client:
-        """Return the connection, made anew if there is none."""
-        with self._connecting:
-            if self._client is None:
-                client = self.endpoint.connect(_CONNECT_SECONDS)
-                try:
-                    client.ask(self._resume.to_json(), ANSWER_SECONDS)
-                except ServiceError:
-                    client.close()
-                    raise
-                self._client = client
-            return self._client
-
-
 BEAT_SECONDS = 0.25
 
 OnEnd = Callable[[Ended], object]
@@ -87,13 +55,13 @@ class Heartbeat(threading.Thread):
     The lead looks for newcomers, too.
     """
 
-    def __init__(self, endpoint: Endpoint, resume: Resume, beats: int, lead: bool) -> None:
+    def __init__(self, contact: Contact, resume: Resume, beats: int, lead: bool) -> None:
         """Beat at the service; `beats` were given before.
 
         `resume` tells a service that does not know this rank where it is a member.
         """
         super().__init__(name="heartbeat", daemon=True)
-        self._contact, self._resume, self._beats, self._lead = Contact(endpoint, resume), resume, beats, lead
+        self._contact, self._resume, self._beats, self._lead = contact, resume, beats, lead
         self._telling = threading.Lock()
         self._callbacks: list[OnEnd] = []
         self._said: set[str] = set()  # why ranks are held back, as far as it was reported
@@ -120,11 +88,11 @@ class Heartbeat(threading.Thread):
         while not self.stop.is_set():
             try:
                 self._beats += 1
-                answer = self._contact.ask({"do": "beat", "count": self._beats}, ANSWER_SECONDS)
+                answer = read(BeatAnswer, self._contact.ask(fields_of(Beat(self._beats), "beat")))
                 if not connected:
                     connected = True
                     _log.warning("the rendezvous service is back")
-                self._act(read_status(answer.get("status")), read_ended(answer.get("ended")))
+                self._act(answer)
             except (ServiceError, ValueError) as error:
                 if connected and not self.stop.is_set():
                     _log.warning(
@@ -135,20 +103,20 @@ class Heartbeat(threading.Thread):
             self.stop.wait(BEAT_SECONDS)
         self._contact.close()
 
-    def _act(self, status: Status, ended: Ended | None) -> None:
+    def _act(self, answer: BeatAnswer) -> None:
         """Do what follows from what the service says."""
         if self._lead:
-            self.newcomers = status.newcomers
-            for held in status.held:
+            self.newcomers = list(answer.status.newcomers)
+            for held in answer.status.held:
                 if held.reason not in self._said:
                     self._said.add(held.reason)
                     _log.warning("%s", held.reason)
-        if ended is not None:
-            self._tell(ended)
-        elif self.ended is None and status.member is False:
+        if answer.ended is not None:
+            self._tell(answer.ended)
+        elif self.ended is None and not answer.status.member:
             with self._telling:
                 if not self.stop.is_set():
-                    self._contact.ask(self._resume.to_json(), ANSWER_SECONDS)
+                    self._contact.ask(fields_of(self._resume, "resume"))
 
     def _tell(self, ended: Ended) -> None:
         """Let everyone know who has asked to."""
@@ -172,20 +140,18 @@ _HOLD_SECONDS = 0.2  # that the service holds a request; meanwhile no other thre
 class GroupStore(Store):
     """The keys of one generation. A key belongs to the rank that sets it; what cannot be done raises RuntimeError."""
 
-    def __init__(self, contact: Contact, timeout: float = 300.0) -> None:
-        """Ask through `contact`; a key that is not there is awaited for `timeout` seconds."""
-        super().__init__()
-        self._contact, self._seconds = contact, timeout
+    def __init__(self, contact: Contact, port: int, timeout: float = 300.0) -> None:
+        """Ask through `contact`; a key that is not there is awaited for `timeout` seconds.
 
-    @property
-    def port(self) -> int:
-        """Return the port of the service, whose connections do not belong to the group."""
-        return self._contact.endpoint.port
+        `port` is that of the service, whose connections do not belong to the group.
+        """
+        super().__init__()
+        self._contact, self.port, self._seconds = contact, port, timeout
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key of this rank."""
         content = value.encode() if isinstance(value, str) else bytes(value)
-        self._contact.ask({"do": "set", "key": key, "value": base64.b64encode(content).decode()})
+        self._contact.ask(fields_of(SetKey(key, base64.b64encode(content).decode()), "set"))
 
     def get(self, key: str) -> bytes:
         """Return a value as soon as it is there."""
@@ -223,7 +189,7 @@ class GroupStore(Store):
                 raise ServiceError(f"{missing[0]} was not set by any rank within {seconds:.0f} s")
 
     def _ask(self, keys: Sequence[str], hold: float, check: bool = False) -> Fields:
-        return self._contact.ask({"do": "get", "keys": list(keys), "seconds": hold, "check": check}, ANSWER_SECONDS)
+        return self._contact.ask(fields_of(GetKeys(list(keys), hold, check), "get"))
 
 
 _log = logging.getLogger(__name__)
@@ -238,6 +204,7 @@ class Membership:
     members: list[Fingerprint]
     _contact: Contact
     _heartbeat: Heartbeat
+    _port: int  # of the service
     _store: GroupStore | None = None
     lost: tuple[Lost, ...] = ()  # whom the service has declared lost, once `name_lost` has asked
 
@@ -255,7 +222,7 @@ class Membership:
     def store(self) -> Store:
         """Return the store in which this generation's ranks exchange their addresses."""
         if self._store is None:  # PyTorch calls it as long as the group lives, so its Python part must live, too
-            self._store = GroupStore(self._contact)
+            self._store = GroupStore(self._contact, self._port)
         return PrefixStore(f"generation-{self.generation}", self._store)
 
     @property
@@ -278,20 +245,22 @@ class Membership:
         """
         until = time.monotonic() + patience
         try:
-            before = self._beats(self._peers())
+            before = self._peers().beats
             while True:
-                answer = self._peers()
-                lost, ends_job = self._told(answer)
+                peers = self._peers()
+                lost, ends_job = self._named_by(peers)
                 left = until - time.monotonic()
                 if lost or left <= 0:
                     break
                 time.sleep(min(0.1, left))
             if not lost:
-                after, gone = self._beats(answer), self._gone(answer)
                 # A rank that has left has lost a peer, too, and meets the others again.
                 others = [one for one in self.members if one is not self.members[self.rank]]
-                quiet = [one for one in others if before.get(one.rank) == after.get(one.rank) and one.rank not in gone]
-                lost = [f"{_place(one)} gives no sign of life" for one in quiet]
+                lost = [
+                    f"{_place(one)} gives no sign of life"
+                    for one in others
+                    if before.get(one.rank) == peers.beats.get(one.rank) and one.rank not in peers.gone
+                ]
         except ServiceError as problem:
             return PeerLost(f"{error}; the rendezvous service does not answer either ({first_line(problem)})")
         except ValueError as problem:
@@ -301,41 +270,31 @@ class Membership:
                 self._contact.close()
         return PeerLost(f"{'; '.join(lost)} ({error})", ends_job) if lost else error
 
-    def _peers(self) -> Fields:
-        return self._contact.ask({"do": "peers"})
+    def _peers(self) -> Peers:
+        return read(Peers, self._contact.ask(fields_of(Nothing(), "peers")))
 
-    def _told(self, answer: Fields) -> tuple[list[str], bool]:
-        """Return whom the service knows to be lost, for people, and whether that ends the job. Raises ValueError."""
-        ended = read_ended(answer.get("ended"))
-        self.lost = ended.lost if ended is not None else ()
+    def _named_by(self, peers: Peers) -> tuple[list[str], bool]:
+        """Return whom the service knows to be lost, for people, and whether that ends the job."""
+        self.lost = peers.ended.lost if peers.ended is not None else ()
         evicted = self.ended is not None and self.ended.evicted
         own = self.members[self.rank].rank
-        named = [one for one in self.lost if one.rank == own]
-        if evicted or any(one.silent for one in named):
+        if evicted or any(one.silent for one in self.lost if one.rank == own):
             return ["this rank gave no sign of life for too long, and its group goes on without it"], False
         known = {one.rank: str(one) for one in self.lost}
-        ends_job, gone = False, self._gone(answer)
+        ends_job = False
         for member in self.members:
-            farewell = gone.get(member.rank)
+            farewell = peers.gone.get(member.rank)
             if farewell is None or member.rank == own:
                 continue
-            ends_job |= farewell.departure is Departure.FAILED
-            if farewell.departure not in (Departure.LOST_PEER, Departure.AGAIN, Departure.SILENT):
+            ends_job |= farewell.kind is Departure.FAILED
+            if farewell.kind not in (Departure.LOST_PEER, Departure.AGAIN, Departure.SILENT):
                 known.setdefault(member.rank, f"{_place(member)} left: {farewell.reason}")
         return [words for _, words in sorted(known.items())], ends_job
-
-    def _gone(self, answer: Fields) -> dict[int, Farewell]:
-        """Return who has left, by the rank as it was started."""
-        return {rank: Farewell.from_json(said) for rank, said in _by_rank(answer, "gone").items()}
-
-    def _beats(self, answer: Fields) -> dict[int, object]:
-        """Return where the heartbeats stand, by the rank as it was started."""
-        return _by_rank(answer, "beats")
 
     def report_unreached(self, ranks: Sequence[int]) -> None:
         """Tell the service which members this rank does not reach; the service decides what follows from that."""
         try:
-            self._contact.ask({"do": "unreached", "ranks": list(ranks)})
+            self._contact.ask(fields_of(Unreached(list(ranks)), "unreached"))
         except ServiceError as error:
             _log.warning("rank %s is not reached, and neither is the rendezvous service (%s)", ranks, first_line(error))
 
@@ -343,7 +302,7 @@ class Membership:
         """Tell the service that this rank leaves, and why."""
         self._heartbeat.end()
         try:
-            self._contact.ask({"do": "leave", "leave": Farewell(reason, departure).to_json()})
+            self._contact.ask(fields_of(Leave(Farewell(reason, departure)), "leave"))
         except ServiceError as error:
             _log.debug("could not say goodbye: %s", error)
         if departure is not Departure.LOST_PEER:  # or `name_lost` still has a question
@@ -351,22 +310,25 @@ class Membership:
 
 
 def take_place(
-    number: int, own: Fingerprint, found: Member, endpoint: Endpoint, client: Client, beats: int
+    number: int, own: Fingerprint, found: Verdict, endpoint: Endpoint, client: Client, beats: int
 ) -> Membership:
     """Return the membership of the rank of a join that has become a member, and start its heartbeat."""
     now_in = replace(own, generation=found.generation, group_size=len(found.members))
-    resume = Resume(number, now_in, tuple(member.rank for member in found.members))
-    heartbeat = Heartbeat(endpoint, resume, beats, lead=found.rank == 0)
+    resume = Resume(number, now_in, [member.rank for member in found.members])
+
+    def reconnect() -> Client:
+        client = endpoint.connect(_CONNECT_SECONDS)
+        try:
+            client.ask(fields_of(resume, "resume"))
+        except ServiceError:
+            client.close()
+            raise
+        return client
+
+    heartbeat = Heartbeat(Contact(reconnect), resume, beats, lead=found.rank == 0)
     heartbeat.start()
-    return Membership(found.rank, found.generation, found.members, Contact(endpoint, resume, client), heartbeat)
-
-
-def _by_rank(answer: Fields, name: str) -> dict[int, object]:
-    """Return what an answer says of ranks. Raises ValueError."""
-    values = answer.get(name)
-    if not isinstance(values, dict) or len(values) > MOST_RANKS or not all(rank.isdecimal() for rank in values):
-        raise ValueError(f"{name} must be an object with ranks")
-    return {int(rank): value for rank, value in values.items()}
+    contact = Contact(reconnect, client)
+    return Membership(found.rank, found.generation, list(found.members), contact, heartbeat, endpoint.port)
 
 
 def _place(member: Fingerprint) -> str:

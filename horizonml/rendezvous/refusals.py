@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from horizonml.rendezvous.answers import Refused
-from horizonml.rendezvous.members import Members, duplicates, formed, parties, waiting
-from horizonml.rendezvous.messages import Fingerprint, difference
+from horizonml.rendezvous.members import Members, Refused, duplicates, formed, parties, waiting
+from horizonml.rendezvous.messages import (
+    Fingerprint,
+    difference,
+)
 
 _REFUSAL_SECONDS = 5.0  # ranks of a refused group that come late are told, too, for this long
 _DRAW_SECONDS = 4.0  # where as many ranks wait for one job as for another, more are awaited before one is refused

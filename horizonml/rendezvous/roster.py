@@ -10,20 +10,22 @@ members are back, without the lost ones.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 
-from horizonml.rendezvous.answers import Ended, Formed, HeldBack, Lost, Refused, Verdict
 from horizonml.rendezvous.broken_links import BrokenLinks, left_out, link_words
-from horizonml.rendezvous.checks import MOST_RANKS
-from horizonml.rendezvous.identity import Given, Numbers
+from horizonml.rendezvous.identity import Numbers
 from horizonml.rendezvous.members import (
     ABSENT_SECONDS,
     BACK_SECONDS,
     REPORT_SECONDS,
+    Complete,
     Completion,
+    Formed,
     Member,
     Members,
     NewestGeneration,
+    Refused,
     duplicates,
     formed,
     parties,
@@ -31,14 +33,27 @@ from horizonml.rendezvous.members import (
     short_of,
     waiting,
 )
-from horizonml.rendezvous.messages import Ask, Departure, Farewell, Fingerprint, difference
+from horizonml.rendezvous.messages import (
+    Departure,
+    Ended,
+    Farewell,
+    Fingerprint,
+    Given,
+    HeldBack,
+    Lost,
+    NumberRequest,
+    difference,
+)
 from horizonml.rendezvous.refusals import KILLED, Crashes, Refusals
+from horizonml.rendezvous.wire import MOST_RANKS
+
+Verdict = Formed | Refused | Complete
 
 LOST_SECONDS = 5.0  # a rank whose heartbeat has not moved for this long is lost
 _MOST_JOINS = 2 * MOST_RANKS  # remembered at a time
 _MOST_FENCED = 4 * MOST_RANKS
 _BEAT_SECONDS = 2.5  # a rank whose heartbeat has not moved for this long makes way for another of its number
-_MOST_HELD_SHOWN = 50
+_MOST_HELD_SHOWN, _MOST_PROBED = 50, 64
 _DOUBT_SECONDS = 2.0  # no group forms with a rank whose heartbeat has not moved for this long
 
 _FURTHEST = 1_000_000  # generations by which a rank may be ahead of a service that was started anew
@@ -53,6 +68,7 @@ class Roster:
 
     def __init__(self, settled: float = float("-inf")) -> None:
         """Hold no first meeting until `settled`, because a group that runs already may have to report first."""
+        self.lock = threading.RLock()  # held by whoever uses a roster that several threads use
         self._settled = settled
         self._members: Members = {}
         self._newest = NewestGeneration()
@@ -124,22 +140,25 @@ class Roster:
         if member is None or not member.formed:
             return number not in self._fenced
         rank, hostname = member.fingerprint.rank, member.fingerprint.hostname
-        if farewell.departure is Departure.COMPLETE:
+        if farewell.kind is Departure.COMPLETE:
             self._completion.note(member.fingerprint, now)
-        if farewell.departure in (Departure.AGAIN, Departure.LOST_PEER):
+        if farewell.kind in (Departure.AGAIN, Departure.LOST_PEER):
             self._newest.expect(rank, now + BACK_SECONDS)
-        if farewell.departure is Departure.AGAIN:
+        if farewell.kind is Departure.AGAIN:
             self._newest.close(now)
-        elif farewell.departure is Departure.LOST_PEER:
+        elif farewell.kind is Departure.LOST_PEER:
             self._end(f"rank {rank} on {hostname} {farewell.reason}", (), now)
-        elif farewell.departure.blames:
+        elif farewell.kind.blames:
             self._crashes.died(member.fingerprint, farewell.reason, now)
             lost = Lost(rank, hostname, f"left: {farewell.reason}", 0.0)
             self._end(str(lost), [lost], now)
         return True
 
-    def give_number(self, ask: Ask, now: float) -> Given | Refused | None:
-        """Return a rank number for a process, or why there is none, or None as long as that is not clear."""
+    def give_number(self, ask: NumberRequest, now: float) -> Given | None:
+        """Return a rank number for a process, or None as long as it is not clear who is there.
+
+        Raises ValueError if all numbers are in use.
+        """
         if now < self._settled or self._newest.unreported(now):
             return None
         members = [member.fingerprint for member in self._members.values()]
@@ -148,10 +167,15 @@ class Roster:
         before = self._crashes.known(ask.digest) | self._newest.ranks
         rank = self._numbers.give(ask, held, self._crashes.closed(ask.digest, now), before, now)
         if rank is None:
-            limit = f"the run takes at most {ask.most} ranks (parallel.max_workers), and all their numbers are in use"
-            return Refused([ask.number], limit)
+            raise ValueError(
+                f"the run takes at most {ask.most} ranks (parallel.max_workers), and all their numbers are in use"
+            )
         world_size = next((one.world_size for one in members if one.digest == ask.digest), ask.world_size)
         return Given(rank, world_size)
+
+    def keep_number(self, rank: int, process: tuple[str, int], now: float, seconds: float) -> bool:
+        """Keep a rank number for a process for some seconds, and return whether it can have it."""
+        return self._numbers.keep(rank, process, now, seconds)
 
     def unreached(self, number: int, ranks: Iterable[int], now: float) -> None:
         """Take note that a member does not reach other members of its group."""
@@ -234,20 +258,19 @@ class Roster:
         """Return the joins of the group that runs."""
         return list(formed(self._members)) if self._newest.ended is None else []
 
-    def held_back(self, now: float) -> list[HeldBack]:
-        """Return who has come but is not taken in yet, because the processes before it died too soon."""
-        crashed = [
-            HeldBack(number, words, left)
+    def held_back(self, now: float) -> dict[int, HeldBack]:
+        """Return who has come but is not taken in yet, by join: crashed too often, or cut off from others."""
+        held = {
+            number: HeldBack(self._crashes.words(member.fingerprint), left)
             for number, member in waiting(self._members).items()
             if (left := self._crashes.left(member.fingerprint, now))
-            for words in [self._crashes.words(member.fingerprint)]
-        ]
-        cut_off = []
+        }
         for number, others in self._left_out(now).items():
             one = self._members[number].fingerprint
             words = f"rank {one.rank} on {one.hostname} {link_words(one, others[0])}"
-            cut_off.append(HeldBack(number, words, 0.0, probe=tuple((two.address, two.link_port) for two in others)))
-        return [*crashed, *cut_off][:_MOST_HELD_SHOWN]
+            probe = tuple((two.address, two.link_port) for two in others[:_MOST_PROBED])
+            held.setdefault(number, HeldBack(words, 0.0, probe=probe))
+        return dict(list(held.items())[:_MOST_HELD_SHOWN])
 
     def newcomers(self, now: float) -> list[int]:
         """Return the ranks that wait and could take part in the group that runs without them."""

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from horizonml import __version__
-from horizonml.rendezvous.checks import (
+from horizonml.rendezvous.wire import (
     MOST_REQUEST,
     PROTOCOL,
     TLS_ALERT,
@@ -59,10 +59,10 @@ class Peer:
     host: str = ""  # without the port
     state: dict[str, object] = field(default_factory=dict)  # of those who answer its requests
     stays: bool = False  # whether it may be silent for long, as a rank that trains
-    asked: float = 0.0  # when its present request came, a time of `monotonic`
 
 
-Handler = Callable[[Peer, Fields], Fields | None]
+Answer = Callable[[], Fields | None]  # None as long as there is none. Raises ValueError to refuse in words
+Handler = Callable[[Peer, Fields], Answer]  # raises ValueError to refuse in words
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class _Client:
     known: bool = False  # whether it has said hello
     shaking: bool = False  # whether its handshake goes on
     request: bytearray = field(default_factory=bytearray)
-    waiting: Fields | None = None  # a request that cannot be answered yet
+    waiting: Answer | None = None  # to a request that could not be answered yet
     answer: memoryview = field(default_factory=lambda: memoryview(b""))
     size: int = 0  # bytes of the whole answer
     last: bool = False  # whether the connection ends with the answer
@@ -91,10 +91,7 @@ class Server:
     """Serves clients on a listening socket, with TLS or without."""
 
     def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None, handler: Handler) -> None:
-        """Let `handler` answer requests.
-
-        It returns the answer; None to be asked again soon; and raises ValueError to refuse in words.
-        """
+        """Let `handler` answer requests: it returns what is called until it has an answer."""
         self._listener, self._tls, self._handler = listener, tls, handler
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -103,20 +100,19 @@ class Server:
         self._most = min(_MOST_CLIENTS, _raise_limit() - _SPARE_FILES)
         self._told: dict[str, float] = {}
 
-    def turn(self, seconds: float) -> bool:
-        """Serve whoever has something to say within so many seconds, and return whether anything was asked."""
-        asked = False
+    def turn(self, seconds: float) -> None:
+        """Serve whoever sends something within so many seconds."""
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._accept()
             elif key.data in self._clients:  # it may just have been dropped
-                asked |= self._go_on(key.data)
-        for client in [one for one in self._clients if one.waiting is not None]:
-            self._ask(client, client.waiting or {})
+                self._go_on(key.data)
+        for client in list(self._clients):
+            if client.waiting is not None:
+                self._ask(client, client.waiting)
         now = time.monotonic()
         for client in [one for one in self._clients if one.deadline < now]:
             self._drop(client, "" if client.known else "it said nothing in time")
-        return asked
 
     def close(self) -> None:
         """Drop all clients, and listen no more."""
@@ -161,9 +157,8 @@ class Server:
             self._drop(client, "others need its place")
         return client is not None
 
-    def _go_on(self, client: _Client) -> bool:
-        """Go on with a client that can be read from or written to, and return whether it has asked something."""
-        asked = False
+    def _go_on(self, client: _Client) -> None:
+        """Go on with a client that can be read from or written to."""
         try:
             if client.shaking:
                 client.socket.do_handshake()  # type: ignore[attr-defined]
@@ -175,7 +170,7 @@ class Server:
                 if not received:
                     self._drop(client)
                     break
-                asked |= self._take(client, received)
+                self._take(client, received)
         except ssl.SSLWantReadError:
             self._want(client, selectors.EVENT_READ)
         except (BlockingIOError, ssl.SSLWantWriteError):
@@ -189,26 +184,25 @@ class Server:
         except OSError as error:
             _log.debug("%s went away: %s", client.peer.address, error)
             self._drop(client)
-        return asked
 
-    def _take(self, client: _Client, received: bytes) -> bool:
-        """Take in some bytes, and answer if a request is complete; return whether one was."""
+    def _take(self, client: _Client, received: bytes) -> None:
+        """Take in some bytes, and answer if a request is complete."""
         if not client.request:
             client.deadline = min(client.deadline, time.monotonic() + _REQUEST_SECONDS)
         client.request += received
         if not client.known and client.request[0] in TLS_RECORDS:
             self._refuse(client, "it encrypts, and this service runs without a token")
-            return False
+            return
         line, found, rest = client.request.partition(b"\n")
         if not found:
             if len(client.request) > (MOST_REQUEST if client.known else _MOST_HELLO):
                 self._refuse(client, "the request is too long")
             elif len(client.request) > _SMALL and self._is_full():
                 self._refuse(client, "other requests take all the room")
-            return False
+            return
         if client.waiting is not None or rest:
             self._refuse(client, "a client waits for the answer before it asks again")
-            return False
+            return
         client.request.clear()
         try:
             fields = parse(bytes(line), MOST_REQUEST)
@@ -216,28 +210,31 @@ class Server:
                 check_hello(fields)
         except ValueError as error:
             self._refuse(client, str(error))
-            return False
-        client.peer.asked = time.monotonic()
+            return
         if not client.known:
             client.known = True
             self._answer(client, {"protocol": PROTOCOL, "version": __version__, "time": time.time()})
-            return False
-        self._ask(client, fields)
-        return True
+            return
+        self._ask(client, lambda: self._begin(client, fields))
 
-    def _ask(self, client: _Client, fields: Fields) -> None:
-        """Let the handler answer a request."""
+    def _begin(self, client: _Client, fields: Fields) -> Fields | None:
+        """Let the handler read a request."""
+        client.waiting = self._handler(client.peer, fields)
+        return client.waiting()
+
+    def _ask(self, client: _Client, give: Answer) -> None:
+        """Answer a request if there is an answer by now."""
         try:
-            answer = self._handler(client.peer, fields)
+            answer = give()
         except ValueError as error:
             answer = {"error": printable(str(error), 2000)}
         except Exception:  # noqa: BLE001  (a bug in one answer does not end the service for all)
             _log.exception("a request of %s could not be answered", client.peer.address)
             answer = {"error": "the service could not answer; its log says why"}
-        client.waiting = fields if answer is None else None
         if answer is None:
             client.deadline = float("inf")
             return
+        client.waiting = None
         self._answer(client, answer)
 
     def _refuse(self, client: _Client, reason: str) -> None:

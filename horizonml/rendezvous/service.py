@@ -29,16 +29,35 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from horizonml.rendezvous.answers import Complete, Ended, Formed, Refused, Status, Verdict
-from horizonml.rendezvous.checks import MOST_ANSWER, Fields, ranks, seconds, whole
-from horizonml.rendezvous.messages import Ask, Farewell, Join, Resume
+from horizonml.rendezvous.members import Complete, Formed, Refused
+from horizonml.rendezvous.messages import (
+    MOST_KEY,
+    Ask,
+    Beat,
+    BeatAnswer,
+    Ended,
+    Farewell,
+    GetKeys,
+    GroupStatus,
+    HeldBack,
+    Join,
+    Leave,
+    Nothing,
+    Number,
+    Peers,
+    Resume,
+    SetKey,
+    Unreached,
+    Verdict,
+)
 from horizonml.rendezvous.roster import Over, Roster
-from horizonml.rendezvous.server import Handler, Peer, Server
+from horizonml.rendezvous.roster import Verdict as Judgement
+from horizonml.rendezvous.server import Answer, Peer, Server
+from horizonml.rendezvous.wire import MOST_ANSWER, Fields, fields_of, read
 
-MOST_KEY = 512  # characters
 MOST_VALUE = 190_000  # bytes, which fit a request in base64
 _MOST_BYTES = 16 << 20  # of one rank's keys and values
 _MOST_ALL = 128 << 20  # bytes of all ranks'
@@ -80,53 +99,57 @@ _TURN_SECONDS = 0.05
 _AWAY_SECONDS = 1.0  # between two looks: the service was stopped, or its machine asleep, and no rank was silent
 _MOST_REMEMBERED = 16384  # joins whose verdicts and farewells are kept
 _MOST_GENERATIONS = 256  # whose members and ends are kept
-_MOST_COUNT = 10**18  # of a heartbeat
-_MOST_KEYS = 10_000  # that are asked for at once
 _MOST_VALUES = MOST_ANSWER // 2  # bytes of the values that are asked for at once; base64 makes them longer
 _GENERATIONS = 2  # whose keys are kept
 _LONGEST_WAIT = 5.0  # seconds that a request for keys is held
 SETTLE_SECONDS = 4.0  # in which a group that ran before the service was started anew reports
 
 
+Handlers = Mapping[str, tuple[type[Any], Callable[[Peer, Any], Answer]]]  # with the message that each of them takes
+
+
+def at_once(answer: Any = None) -> Answer:
+    """Return what gives an answer that is known already: a message, fields, or nothing."""
+    found = {} if answer is None else answer if isinstance(answer, dict) else fields_of(answer)
+    return lambda: found
+
+
 class Service:
     """Judges joins until it is stopped."""
 
     def __init__(
-        self,
-        listener: socket.socket,
-        tls: ssl.SSLContext | None = None,
-        settle: float = 0.0,
-        handlers: Mapping[str, Handler] | None = None,
-    ) -> None:
+        self, listener: socket.socket, tls: ssl.SSLContext | None = None, settle: float = 0.0,
+        handlers: Handlers | None = None, roster: Roster | None = None,
+    ) -> None:  # fmt: skip
         """Serve on a listening socket, which the service takes over; `handlers` answer further kinds of requests.
 
         No first meeting is held for `settle` seconds: a group may run here that met at the service before this one.
         """
         self.port = int(listener.getsockname()[1])
         self._server = Server(listener, tls, self._handle)
-        self._roster = Roster(time.monotonic() + settle)
+        self._roster = roster or Roster(time.monotonic() + settle)
         self._over = 0  # the generation whose end was logged last
-        self._status = Status()
+        self._status, self._held = GroupStatus(), dict[int, HeldBack]()
         self._changed = True
-        self._verdicts: dict[int, Verdict] = {}
+        self._verdicts: dict[int, Judgement] = {}
         self._farewells: dict[int, Farewell] = {}
         self._generation: dict[int, int] = {}  # that a join is, or was, a member of
         self._groups: dict[int, dict[int, int]] = {}  # the joins of a generation, as far as they are known, by rank
         self._beats: dict[int, int] = {}
         self._endings: dict[int, Ended] = {}
         self._keys: dict[int, Keys] = {}
-        of_ranks: dict[str, Handler] = {
-            "join": self._join,
-            "resume": self._resume,
-            "beat": self._beat,
-            "withdraw": self._withdraw,
-            "leave": self._leave,
-            "unreached": self._unreached,
-            "peers": self._peers,
-            "set": self._set,
-            "get": self._get,
-            "ask": self._ask,
-            "status": lambda peer, fields: self._status.to_json(None, False),
+        of_ranks: Handlers = {
+            "join": (Join, self._join),
+            "resume": (Resume, self._resume),
+            "beat": (Beat, self._beat),
+            "withdraw": (Nothing, self._withdraw),
+            "leave": (Leave, self._leave),
+            "unreached": (Unreached, self._unreached),
+            "peers": (Nothing, self._peers),
+            "set": (SetKey, self._set),
+            "get": (GetKeys, self._get),
+            "ask": (Ask, self._ask),
+            "status": (Nothing, lambda peer, request: at_once(self._status_of(None))),
         }
         self._handlers = {**(handlers or {}), **of_ranks}
 
@@ -141,127 +164,141 @@ class Service:
                     if now - looked > _AWAY_SECONDS:
                         self._roster.slept(now - looked, now)
                     looked, self._changed = now, False
-                    self._announce(now)
+                    with self._roster.lock:
+                        self._announce(now)
         finally:
             self._server.close()
 
-    def _handle(self, peer: Peer, fields: Fields) -> Fields | None:
+    def _handle(self, peer: Peer, fields: Fields) -> Answer:
         """Answer a request. Raises ValueError."""
-        handler = self._handlers.get(str(fields.get("do")))
-        if handler is None:
+        found = self._handlers.get(str(fields.get("do")))
+        if found is None:
             raise ValueError(f"the service knows no request {str(fields.get('do'))[:40]!r}")
-        return handler(peer, fields)
+        kind, handler = found
+        with self._roster.lock:
+            give = handler(peer, read(kind, fields))
 
-    def _join(self, peer: Peer, fields: Fields) -> Fields:
-        join = Join.from_json(fields)
+        def answer() -> Fields | None:
+            with self._roster.lock:
+                return give()
+
+        return answer
+
+    def _join(self, peer: Peer, request: Join) -> Answer:
         if "join" in peer.state:
             raise ValueError("this connection speaks for another join")
-        self._roster.join(join.number, join.fingerprint, time.monotonic())
-        self._bind(peer, join.number)
-        one = join.fingerprint
+        one = request.join
+        self._roster.join(request.id, one, time.monotonic())
+        self._bind(peer, request.id)
         _log.info("rank %d of %d joined from %s", one.rank, one.world_size, one.place)
-        return {}
+        return at_once()
 
-    def _resume(self, peer: Peer, fields: Fields) -> Fields:
-        member = Resume.from_json(fields)
-        number, one = member.number, member.fingerprint
+    def _resume(self, peer: Peer, request: Resume) -> Answer:
+        number, one = request.id, request.resume
         if peer.state.get("join", number) != number:
             raise ValueError("this connection speaks for another join")
         if self._generation.get(number, one.generation) != one.generation:
             raise ValueError(f"its join is a member of generation {self._generation[number]}")
         if number in self._farewells:  # it has left, or was declared lost; its next heartbeat is told so
             self._bind(peer, number)
-            return {}
+            return at_once()
         try:
-            taken = self._roster.resume(number, one, member.beside, time.monotonic())
+            taken = self._roster.resume(number, one, request.beside, time.monotonic())
         except Over as error:
             _log.warning("%s", error)  # the answer to its next heartbeat says so
             self._bind(peer, number)
             self._generation[number] = one.generation
-            return {}
+            return at_once()
         self._bind(peer, number)
         if taken:
             self._generation[number] = one.generation
             self._groups.setdefault(one.generation, {})[one.rank] = number
             _log.info("rank %d runs in generation %d", one.rank, one.generation)
-        return {}
+        return at_once()
 
     def _bind(self, peer: Peer, number: int) -> None:
         """Let a connection speak for a join."""
         peer.state["join"], peer.stays, self._changed = number, True, True
 
-    def _beat(self, peer: Peer, fields: Fields) -> Fields | None:
-        number, count = _own(peer), whole(fields, "count", 0, _MOST_COUNT)
-        self._beats[number] = count
-        self._roster.beat(number, count, time.monotonic())
-        if fields.get("reached") is True:
+    def _beat(self, peer: Peer, request: Beat) -> Answer:
+        number, asked = _own(peer), time.monotonic()
+        held = min(_LONGEST_WAIT, request.seconds) if request.verdict else 0.0
+        self._beats[number] = request.count
+        self._roster.beat(number, request.count, asked)
+        if request.reached:
             self._roster.reached(number)
-        verdict, ended = self._verdicts.get(number), self._ended(number)
-        held = seconds(fields, "seconds") if fields.get("verdict") is True else 0.0
-        if verdict is None and time.monotonic() - peer.asked < min(_LONGEST_WAIT, held):
-            return None
-        answer: dict[str, object] = {"status": self._status.to_json(number, number in self._roster.running())}
-        if verdict is not None and fields.get("verdict") is True:
-            answer["verdict"] = verdict.to_json(number)
-        if ended is not None:
-            answer["ended"] = ended.to_json()
+
+        def answer() -> Fields | None:
+            verdict = self._verdicts.get(number)
+            if verdict is None and time.monotonic() - asked < held:
+                return None
+            told = _verdict_for(number, verdict) if verdict is not None and request.verdict else None
+            found = fields_of(BeatAnswer(self._status_of(number), told, self._ended(number)))
+            return {name: value for name, value in found.items() if value is not None}
+
         return answer
+
+    def _status_of(self, number: int | None) -> GroupStatus:
+        """Return the status for the rank of this join."""
+        held = [
+            replace(one, own=True) if join == number else replace(one, probe=()) for join, one in self._held.items()
+        ]
+        return replace(self._status, member=number in self._roster.running(), held=held)
 
     def _ended(self, number: int) -> Ended | None:
         """Return how the generation of a join has ended, if it has."""
         ended = self._endings.get(self._generation.get(number, 0))
         return replace(ended, evicted=number in self._farewells) if ended is not None else None
 
-    def _withdraw(self, peer: Peer, fields: Fields) -> Fields:
+    def _withdraw(self, peer: Peer, request: Nothing) -> Answer:
         number = _own(peer)
         if self._roster.withdraw(number):
-            self._tell(Refused([number], "it has withdrawn"))
-        return {}
+            self._keep(Refused([number], "it has withdrawn"))
+        return at_once()
 
-    def _leave(self, peer: Peer, fields: Fields) -> Fields:
-        number, farewell = _own(peer), Farewell.from_json(fields.get("leave"))
-        if self._roster.leave(number, farewell, time.monotonic()):
-            self._farewells[number] = farewell
-        self._changed = True
-        return {}
-
-    def _unreached(self, peer: Peer, fields: Fields) -> Fields:
-        self._roster.unreached(_own(peer), ranks(fields, "ranks"), time.monotonic())
-        return {}
-
-    def _peers(self, peer: Peer, fields: Fields) -> Fields:
+    def _leave(self, peer: Peer, request: Leave) -> Answer:
         number = _own(peer)
-        ended, group = self._ended(number), self._groups.get(self._generation.get(number, 0), {})
-        gone = {rank: self._farewells[join].to_json() for rank, join in group.items() if join in self._farewells}
-        beats = {rank: self._beats.get(join, 0) for rank, join in group.items()}
-        return {"ended": ended.to_json() if ended is not None else None, "gone": gone, "beats": beats}
+        if self._roster.leave(number, request.leave, time.monotonic()):
+            self._farewells[number] = request.leave
+        self._changed = True
+        return at_once()
 
-    def _set(self, peer: Peer, fields: Fields) -> Fields:
-        keys, key, value = self._keys_of(peer), fields.get("key"), fields.get("value")
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise ValueError("a key and its value must be texts")
+    def _unreached(self, peer: Peer, request: Unreached) -> Answer:
+        self._roster.unreached(_own(peer), request.ranks, time.monotonic())
+        return at_once()
+
+    def _peers(self, peer: Peer, request: Nothing) -> Answer:
+        number = _own(peer)
+        group = self._groups.get(self._generation.get(number, 0), {})
+        gone = {rank: self._farewells[join] for rank, join in group.items() if join in self._farewells}
+        return at_once(
+            Peers(self._ended(number), gone, {rank: self._beats.get(join, 0) for rank, join in group.items()})
+        )
+
+    def _set(self, peer: Peer, request: SetKey) -> Answer:
         try:
-            keys.set(_own(peer), key, base64.b64decode(value, validate=True))
+            self._keys_of(peer).set(_own(peer), request.key, base64.b64decode(request.value, validate=True))
         except binascii.Error:
             raise ValueError("a value must be in base64") from None
-        return {}
+        return at_once()
 
-    def _get(self, peer: Peer, fields: Fields) -> Fields | None:
-        keys, names = self._keys_of(peer), fields.get("keys")
-        if not isinstance(names, list) or len(names) > _MOST_KEYS or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"keys must be a list of at most {_MOST_KEYS} texts")
-        found = [keys.get(name) for name in names]
-        if sum(len(value) for value in found if value is not None) > _MOST_VALUES:
-            raise ValueError(f"the values that are asked for have more than {_MOST_VALUES} bytes; ask for fewer")
-        wait = min(_LONGEST_WAIT, seconds(fields, "seconds"))
-        if None in found and time.monotonic() - peer.asked < wait:
-            return None
-        if fields.get("check") is True:
-            return {"there": [value is not None for value in found]}
-        return {"values": [base64.b64encode(value).decode() if value is not None else None for value in found]}
+    def _get(self, peer: Peer, request: GetKeys) -> Answer:
+        keys, asked = self._keys_of(peer), time.monotonic()
+
+        def answer() -> Fields | None:
+            found = [keys.get(name) for name in request.keys]
+            if sum(len(value) for value in found if value is not None) > _MOST_VALUES:
+                raise ValueError(f"the values that are asked for have more than {_MOST_VALUES} bytes; ask for fewer")
+            if None in found and time.monotonic() - asked < min(_LONGEST_WAIT, request.seconds):
+                return None
+            if request.check:
+                return {"there": [value is not None for value in found]}
+            return {"values": [base64.b64encode(value).decode() if value is not None else None for value in found]}
+
+        return answer
 
     def _keys_of(self, peer: Peer) -> Keys:
-        """Return the keys of the generation that a connection's join is a member of."""
+        """Return the keys of the generation that a connection's join is a member of. Raises ValueError."""
         generation = self._generation.get(_own(peer))
         if generation is None:
             raise ValueError("only the members of a group that has formed exchange keys")
@@ -273,17 +310,15 @@ class Service:
                 del self._keys[older]
         return self._keys[generation]
 
-    def _ask(self, peer: Peer, fields: Fields) -> Fields:
-        given = self._roster.give_number(Ask.from_json(fields), time.monotonic())
-        if isinstance(given, Refused):
-            raise ValueError(given.reason)
-        return {"number": asdict(given) if given is not None else None}
+    def _ask(self, peer: Peer, request: Ask) -> Answer:
+        return at_once(Number(self._roster.give_number(request.ask, time.monotonic())))
 
     def _announce(self, now: float) -> None:
-        """Take note of what has been decided, and make the status."""
-        verdicts = self._roster.decide(now)
-        self._farewells |= self._roster.farewells()
-        for generation, ended in self._roster.endings().items():
+        """Decide what can be decided, keep it for those whom it concerns, and make the status."""
+        roster = self._roster
+        verdicts = roster.decide(now)
+        self._farewells |= roster.farewells()
+        for generation, ended in roster.endings().items():
             known = "; ".join(map(str, ended.lost)) if generation == self._over else ended.reason
             _log.warning("generation %d is over: %s", generation, known)
             self._over = generation
@@ -295,29 +330,34 @@ class Service:
                 _log.info("told %d late ranks that the job is complete", len(verdict.joins))
             else:
                 _log.warning("refused: %s", verdict.reason)
-            self._tell(verdict)
-        roster = self._roster
-        self._status = Status(
+            self._keep(verdict)
+        self._held = roster.held_back(now)
+        self._status = GroupStatus(
             roster.missing(),
             len(roster.running()),
-            None,
-            roster.newcomers(now),
-            roster.refused(now),
-            roster.short(now),
-            roster.held_back(now),
+            newcomers=roster.newcomers(now),
+            refused=roster.refused(now),
+            short=roster.short(now),
         )
         for kept in (self._verdicts, self._farewells, self._generation, self._beats):
             _forget(kept, _MOST_REMEMBERED)
         for kept_by_generation in (self._groups, self._endings):
             _forget(kept_by_generation, _MOST_GENERATIONS)
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _keep(self, verdict: Judgement) -> None:
         """Keep a verdict for those whom it concerns."""
         for rank, number in enumerate(verdict.joins):
             self._verdicts[number] = verdict
             if isinstance(verdict, Formed):
                 self._generation[number] = verdict.generation
                 self._groups.setdefault(verdict.generation, {})[verdict.members[rank].rank] = number
+
+
+def _verdict_for(number: int, verdict: Judgement) -> Verdict:
+    """Return what the rank of a join is told; nobody learns the others' joins."""
+    if isinstance(verdict, Formed):
+        return Verdict(verdict.generation, verdict.joins.index(number), verdict.members)
+    return Verdict(complete=True) if isinstance(verdict, Complete) else Verdict(refused=verdict.reason)
 
 
 def _own(peer: Peer) -> int:

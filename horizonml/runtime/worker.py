@@ -24,12 +24,15 @@ from horizonml.machine.host import device_name, machine_id
 from horizonml.machine.network import Probe
 from horizonml.machine.resources import keep_freed_memory, raise_descriptor_limit
 from horizonml.machine.signals import Cancelled, StopRequest
-from horizonml.rendezvous.answers import Lost
 from horizonml.rendezvous.client import Endpoint
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.rendezvous.meeting import JobComplete, RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
-from horizonml.rendezvous.messages import Departure, Fingerprint
+from horizonml.rendezvous.messages import (
+    Departure,
+    Fingerprint,
+    Lost,
+)
 from horizonml.runtime.agreement import prepare
 from horizonml.runtime.capacity import use_device
 from horizonml.runtime.command import token_of_rank

@@ -40,7 +40,7 @@ EXPLAIN = (
 )
 PEER = """
 import sys
-from horizonml.rendezvous.discovery.device import diagnose_peer
+from horizonml.rendezvous.discovery.peer import diagnose_peer
 print(diagnose_peer(sys.argv[1], 29400, None, seconds=2.0))
 """
 # What a stranger can say: junk, nonsense, addresses elsewhere, too many services, names that paint the terminal.
@@ -82,15 +82,14 @@ SERVE = """
 import sys, threading
 from horizonml.rendezvous.discovery.service import Announcement
 from horizonml.job.jobfile import from_values
-from horizonml.runtime.lobby.lobby import Lobby
-from horizonml.runtime.lobby.sharing import offer
+from horizonml.runtime.lobby.offer import offer
 from horizonml.machine.network import listen
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context
 from horizonml.security.token import parse_token
 token = parse_token(sys.stdin.readline().strip())
-lobby = Lobby(offer(from_values({"name": "test"}, "the test's job"), "0" * 32))
-service = Service(listen("0.0.0.0", 29400), server_context(token), handlers=lobby.handlers())
+run = offer(from_values({"name": "test"}, "the test's job"), "0" * 32).devices()
+service = Service(listen("0.0.0.0", 29400), server_context(token), roster=run.roster, handlers=run.handlers())
 threading.Thread(target=service.run, args=(lambda: False,), daemon=True).start()
 with Announcement(29400, token.id, "test", host="0.0.0.0") as announcement:
     print(announcement.problem, flush=True)
@@ -98,7 +97,7 @@ with Announcement(29400, token.id, "test", host="0.0.0.0") as announcement:
 """
 FIND = """
 import os
-from horizonml.runtime.lobby.finding import find
+from horizonml.rendezvous.discovery.finding import find
 from horizonml.security.token import parse_token
 place = find(parse_token(os.environ["HORIZONML_TOKEN"]), lambda found: None, lambda: False)
 print("at", place.hosts[0], place.port)

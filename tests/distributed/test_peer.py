@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from horizonml.rendezvous import checks
+from horizonml.rendezvous import wire
 from horizonml.rendezvous.client import Client
-from horizonml.rendezvous.discovery.device import diagnose_peer
 from horizonml.rendezvous.discovery.diagnosis import explain_clocks
+from horizonml.rendezvous.discovery.peer import diagnose_peer
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token, make_token
@@ -103,20 +103,20 @@ def test_the_clocks_of_a_service_and_a_client_are_compared() -> None:
         client.close()
         assert client.clock_ahead is not None
         assert explain_clocks(client.clock_ahead) is None
-    with answering(checks.encode({"protocol": checks.PROTOCOL, "version": "1.0", "time": time.time() + 7230})) as other:
+    with answering(wire.encode({"protocol": wire.PROTOCOL, "version": "1.0", "time": time.time() + 7230})) as other:
         client = Client(("127.0.0.1", other), None)
         client.close()
     assert client.clock_ahead is not None
     assert "The service's clock is 2 hours ahead of this device's" in str(explain_clocks(client.clock_ahead))
     for nonsense in ("soon", -1.0, 1e300, None):
-        with answering(checks.encode({"protocol": checks.PROTOCOL, "version": "1.0", "time": nonsense})) as other:
+        with answering(wire.encode({"protocol": wire.PROTOCOL, "version": "1.0", "time": nonsense})) as other:
             client = Client(("127.0.0.1", other), None)
             client.close()
         assert client.clock_ahead is None
 
 
 def test_a_refusal_is_passed_on_in_the_service_s_words() -> None:
-    with answering(checks.encode({"error": "the service speaks protocol 99\x1b[31m"})) as port:
+    with answering(wire.encode({"error": "the service speaks protocol 99\x1b[31m"})) as port:
         assert diagnose(port, None) == f"127.0.0.1:{port} refuses this device: the service speaks protocol 99 [31m."
 
 

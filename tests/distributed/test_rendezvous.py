@@ -23,14 +23,18 @@ from horizonml.errors import PeerLost, RendezvousError
 from horizonml.machine import network
 from horizonml.machine.network import interface_of, listen, route_to, split_address
 from horizonml.machine.signals import Cancelled
-from horizonml.rendezvous.answers import Ended
-from horizonml.rendezvous.checks import Fields
 from horizonml.rendezvous.client import Client, Endpoint, Unwanted
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
-from horizonml.rendezvous.messages import Departure, Fingerprint, Join
+from horizonml.rendezvous.messages import (
+    Departure,
+    Ended,
+    Fingerprint,
+    Join,
+)
 from horizonml.rendezvous.roster import LOST_SECONDS
 from horizonml.rendezvous.service import Service
+from horizonml.rendezvous.wire import Fields, fields_of
 from horizonml.security.tls import server_context
 from horizonml.security.token import make_token
 from tests.distributed.pool import Pool
@@ -303,8 +307,8 @@ def outlive_the_service(rank: int, world_size: int, store: Store, port: int, pid
         time.sleep(LOST_SECONDS + 1.0)
         named = str(membership.name_lost(PeerLost("a wait was broken off")))
         os.kill(pid, signal.SIGCONT)
-        before = membership._beats(membership._peers())
-        wait_for(lambda: membership._beats(membership._peers()) != before, "a heartbeat")
+        before = membership._peers().beats
+        wait_for(lambda: membership._peers().beats != before, "a heartbeat")
         time.sleep(1.0)  # in which the service would have declared somebody lost
         store.set("awake", "")
     store.wait(["awake"], timedelta(seconds=60))
@@ -367,7 +371,7 @@ def test_a_rank_that_is_stopped_while_its_group_forms_is_a_member_or_told_to_all
     def stopped() -> bool:
         """Asked to stop while this rank waits; the other one comes at this very moment, or never."""
         if formed:
-            other.ask(Join(1, fingerprint).to_json())
+            other.ask(fields_of(Join(1, fingerprint), "join"))
             wait_for(lambda: "verdict" in beat(other), "the verdict")
         return True
 

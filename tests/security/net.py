@@ -21,12 +21,14 @@ import psutil
 
 from horizonml.machine.network import use_interface
 from horizonml.rendezvous import membership
-from horizonml.rendezvous.checks import encode, hello
 from horizonml.rendezvous.client import Client, Endpoint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
-from horizonml.rendezvous.messages import Departure
+from horizonml.rendezvous.messages import (
+    Departure,
+)
+from horizonml.rendezvous.wire import encode, hello
 from horizonml.security.tls import client_context
 from horizonml.security.token import INSECURE, TOKEN, Token
 from tests.distributed.processes import environment, wait_for

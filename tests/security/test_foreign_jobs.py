@@ -25,7 +25,7 @@ from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.models import libraries
 from horizonml.models.spec import LIBRARIES
-from horizonml.runtime.lobby.accept import accept, is_offered
+from horizonml.runtime.lobby.offer import accept, is_offered
 from horizonml.spec.base import Code, check_url, is_configuration
 
 PACKAGE = Path(horizonml.__file__).parent

@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from horizonml.rendezvous import answers
-from horizonml.rendezvous.checks import encode, parse
+from horizonml.rendezvous.messages import (
+    BeatAnswer,
+    Ended,
+    GroupStatus,
+    Peers,
+    Verdict,
+)
+from horizonml.rendezvous.wire import encode, parse, read
 from tests.rosters import rank
 from tests.security.net import Raw, Target, connect, undisturbed
 
 FEW = settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-MEMBER = rank(0, world_size=2, generation=1, group_size=2, pid=3_999_999_999).to_json()
+MEMBER = asdict(rank(0, world_size=2, generation=1, group_size=2, pid=3_999_999_999))
 REQUESTS: list[dict[str, Any]] = [
     {"do": "join", "id": 5, "join": MEMBER},
     {"do": "resume", "id": 5, "resume": MEMBER, "beside": [0, 1]},
@@ -104,16 +111,14 @@ def test_what_a_service_says_is_read_or_refused(content: bytes) -> None:
     """A rank reads what a false service answers: nothing but ValueError comes of it."""
     with suppress(ValueError):
         fields = parse(content)
-        answers.read_status(fields)
-        answers.read_status(fields.get("status"))
-        for read in (answers.read_verdict, answers.read_ended):
+        for kind in (BeatAnswer, GroupStatus, Verdict, Ended, Peers):
             with suppress(ValueError):
-                read(fields)
+                read(kind, fields)
 
 
 @FEW
 @given(st.dictionaries(st.sampled_from(["refused", "members", "rank", "generation", "lost", "reason"]), VALUES))
 def test_no_verdict_and_no_ending_is_misread(fields: dict[str, Any]) -> None:
-    for read in (answers.read_verdict, answers.read_ended):
+    for kind in (Verdict, Ended):
         with suppress(ValueError):
-            read(fields)
+            read(kind, fields)

@@ -11,19 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from horizonml.rendezvous.checks import encode, hello
 from horizonml.rendezvous.service import MOST_VALUE
+from horizonml.rendezvous.wire import encode, hello
 from horizonml.security.token import make_token
 from tests.distributed.processes import wait_for
 from tests.rosters import rank
 from tests.security.net import ENDED, Target, many_files, undisturbed
 
-GOOD = rank(0, world_size=2, pid=4_000_000_000).to_json()
+GOOD = asdict(rank(0, world_size=2, pid=4_000_000_000))
 ASK = {"host_id": "pi", "pid": 7, "digest": "d9", "world_size": 2, "most": 4}
 WRONG: tuple[Any, ...] = (None, True, -1, 1.5, 1 << 70, "x\ny", "x" * 5000, "\ud800", [], {}, [[]], 1e308)
 
@@ -59,7 +59,7 @@ def asked(words: str, **fields: Any) -> Callable[[Target], None]:
 
 def each_field(target: Target) -> None:
     """Every field of every request, with every kind of wrong value, and without it."""
-    member = rank(0, world_size=2, generation=1, group_size=2).to_json()
+    member = asdict(rank(0, world_size=2, generation=1, group_size=2))
     requests: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (join := {"do": "join", "id": 5, "join": dict(GOOD)}, join["join"]),
         (join, join),
@@ -104,10 +104,10 @@ def twice(target: Target) -> None:
     """One connection speaks for one join, and no join has another's number."""
     with target.raw() as peer, target.raw() as other:
         one = number()
-        assert peer.ask({"do": "join", "id": one, "join": rank(0, job="mine").to_json()}) == {}
-        answer = peer.ask({"do": "join", "id": number(), "join": rank(1, job="mine").to_json()})
+        assert peer.ask({"do": "join", "id": one, "join": asdict(rank(0, job="mine"))}) == {}
+        answer = peer.ask({"do": "join", "id": number(), "join": asdict(rank(1, job="mine"))})
         assert "speaks for another join" in answer["error"]
-        answer = other.ask({"do": "join", "id": one, "join": rank(1, job="mine").to_json()})
+        answer = other.ask({"do": "join", "id": one, "join": asdict(rank(1, job="mine"))})
         assert "another's number" in answer["error"]
         answer = peer.ask({"do": "resume", "id": number(), "resume": GOOD, "beside": [0]})
         assert "speaks for another join" in answer["error"]
@@ -122,7 +122,7 @@ def forged_reports(target: Target) -> None:
     for generation, name, size, pid in itertools.product(
         (real.generation, real.generation + 1, 1 << 50), (0, 1, 2), (1, 2, 3), (1, real.members[1].pid)
     ):
-        own = real.members[min(name, 1)].to_json()
+        own = asdict(real.members[min(name, 1)])
         claim = {**own, "rank": name, "world_size": 3, "pid": pid, "generation": generation, "group_size": size}
         for kind, claimed in (("resume", claim), ("resume", {**claim, "machine": "m"}), ("join", {**claim, "pid": 1})):
             with target.raw() as peer:
@@ -136,7 +136,7 @@ def forged_reports(target: Target) -> None:
 def another_job(target: Target) -> None:
     """Ranks of another run that come to this service are refused alone."""
     with target.raw() as peer:
-        assert peer.ask({"do": "join", "id": number(), "join": rank(0, job="other", digest="d7").to_json()}) == {}
+        assert peer.ask({"do": "join", "id": number(), "join": asdict(rank(0, job="other", digest="d7"))}) == {}
         verdict = until_verdict(peer)
         assert "rank 0 of job other" in str(verdict["refused"])
 
@@ -159,7 +159,7 @@ def forged_lines(target: Target) -> None:
         assert "error" in peer.ask({"do": "join", "id": 5, "join": {**GOOD, "hostname": bad}})
         assert "error" in peer.ask({"do": bad})
         assert (
-            peer.ask({"do": "join", "id": number(), "join": rank(0, job="x" * 255, hostname="h" * 255).to_json()}) == {}
+            peer.ask({"do": "join", "id": number(), "join": asdict(rank(0, job="x" * 255, hostname="h" * 255))}) == {}
         )
         peer.ask({"do": "leave", "leave": {"reason": bad * 100, "kind": bad}})
     with target.raw(greet=False) as peer:
@@ -196,7 +196,7 @@ def never_reading(target: Target) -> None:
 def lone_group(target: Target) -> tuple[Any, Callable[[dict[str, Any]], dict[str, Any]]]:
     """A group of one rank, which meets at a service where nothing runs."""
     peer = target.raw()
-    assert peer.ask({"do": "join", "id": number(), "join": rank(0, world_size=1, pid=77).to_json()}) == {}
+    assert peer.ask({"do": "join", "id": number(), "join": asdict(rank(0, world_size=1, pid=77))}) == {}
     assert until_verdict(peer)["rank"] == 0
     return peer, peer.ask
 
@@ -273,9 +273,9 @@ def test_answers_that_nobody_reads_are_bounded(tmp_path_factory: pytest.TempPath
     target = Target(tmp_path_factory.mktemp("service"), None)
     one, fingerprint = number(), rank(0, world_size=1, pid=77)
     with target.raw() as peer:
-        assert peer.ask({"do": "join", "id": one, "join": fingerprint.to_json()}) == {}
+        assert peer.ask({"do": "join", "id": one, "join": asdict(fingerprint)}) == {}
         verdict = until_verdict(peer)
-        member = replace(fingerprint, generation=verdict["generation"], group_size=1).to_json()
+        member = asdict(replace(fingerprint, generation=verdict["generation"], group_size=1))
         names = [f"k{each}" for each in range(16)]
         for name in names:
             peer.ask({"do": "set", "key": name, "value": base64.b64encode(bytes(MOST_VALUE)).decode()})
@@ -301,7 +301,7 @@ def test_a_wrong_join_beside_ranks_that_wait_is_refused_alone(target: Target) ->
     peers = [service.raw() for _ in range(3)]
     try:
         for one in (0, 1):
-            peers[one].ask({"do": "join", "id": number(), "join": rank(one, pid=500 + one, digest="d3").to_json()})
+            peers[one].ask({"do": "join", "id": number(), "join": asdict(rank(one, pid=500 + one, digest="d3"))})
         found: list[dict[str, Any]] = []
 
         def wait(one: int) -> None:
@@ -311,10 +311,10 @@ def test_a_wrong_join_beside_ranks_that_wait_is_refused_alone(target: Target) ->
         for thread in threads:
             thread.start()
         with service.raw() as stranger:
-            assert stranger.ask({"do": "join", "id": number(), "join": rank(2, job="evil").to_json()}) == {}
+            assert stranger.ask({"do": "join", "id": number(), "join": asdict(rank(2, job="evil"))}) == {}
             assert "rank 2 has job evil" in until_verdict(stranger)["refused"]
         assert not found
-        peers[2].ask({"do": "join", "id": number(), "join": rank(2, pid=502, digest="d3").to_json()})
+        peers[2].ask({"do": "join", "id": number(), "join": asdict(rank(2, pid=502, digest="d3"))})
         wait(2)
         for thread in threads:
             thread.join(20)

@@ -196,7 +196,7 @@ def test_a_false_service_is_told_by_its_answers(name: str) -> None:
 @pytest.mark.parametrize(
     ("verdict", "words"),
     [
-        (b"[]", "a verdict must be an object"),
+        (b"[]", "verdict must be an object"),
         (b'{"rank": 5, "generation": 1, "members": [{}]}', "rank must be"),
         (b'{"rank": 0, "generation": 1, "members": [{"rank": 0}]}', "world_size must be"),
         (b'{"rank": 0, "generation": -1, "members": [{}]}', "generation must be"),

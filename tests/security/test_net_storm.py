@@ -20,7 +20,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from horizonml.rendezvous.checks import encode, hello
+from horizonml.rendezvous.wire import encode, hello
 from tests.distributed.conftest import folder, start
 from tests.distributed.processes import ours
 from tests.security.net import LOCAL, client_hello

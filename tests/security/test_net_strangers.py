@@ -19,11 +19,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
-from horizonml.rendezvous.checks import encode, hello
 from horizonml.rendezvous.client import Client, Endpoint, Unwanted
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import meet
-from horizonml.rendezvous.messages import Departure
+from horizonml.rendezvous.messages import (
+    Departure,
+)
+from horizonml.rendezvous.wire import encode, hello
 from horizonml.security.tls import _pair, client_context
 from horizonml.security.token import make_token, parse_token
 from tests.distributed.pool import Pool

@@ -33,9 +33,8 @@ from horizonml.machine.signals import StopRequest
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.tuning import import_peft
 from horizonml.models.zoo import build
-from horizonml.runtime.lobby.accept import confinement
-from horizonml.runtime.lobby.messages import JoinSettings
-from horizonml.runtime.lobby.prepare import CalledAway, Preparation
+from horizonml.runtime.lobby.offer import confinement
+from horizonml.runtime.lobby.prepare import CalledAway, JoinSettings, Preparation
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.sinks import Feeds, check_packages
@@ -129,11 +128,11 @@ def jobs(field: str, text: str) -> Iterator[dict[str, Any]]:
         yield values
 
 
-class Lobby:
-    """Answers with one job, as a lobby does."""
+class Offering:
+    """Answers with one job, as the device that offers it does."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self._reply = {"job": yaml.safe_dump(job), "name": "x", "lineage": "0" * 32, "shared": False}
+        self._reply = {"job": yaml.safe_dump(job), "name": "x", "lineage": "0" * 32, "run": "0" * 32}
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         return self._reply
@@ -141,7 +140,7 @@ class Lobby:
 
 def run(job: dict[str, Any], settings: JoinSettings) -> bool:
     """Do with a job what a device does that joins; return whether it was taken over."""
-    preparation = Preparation(settings, StopRequest(), Lobby(job), "evil")  # type: ignore[arg-type]
+    preparation = Preparation(settings, StopRequest(), Offering(job), "evil")  # type: ignore[arg-type]
     try:
         taken, _ = preparation.job()
         taken = preparation.with_data(taken)

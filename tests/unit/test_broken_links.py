@@ -7,10 +7,12 @@ import time
 from contextlib import ExitStack, closing
 
 from horizonml.machine.network import Probe
-from horizonml.rendezvous.answers import Formed
 from horizonml.rendezvous.broken_links import BrokenLinks, left_out
-from horizonml.rendezvous.members import Member
-from horizonml.rendezvous.messages import Departure, Farewell
+from horizonml.rendezvous.members import Formed, Member
+from horizonml.rendezvous.messages import (
+    Departure,
+    Farewell,
+)
 from horizonml.rendezvous.roster import Roster
 from tests.rosters import LOST_PEER, alive, come_back, formed, rank
 
@@ -63,13 +65,13 @@ def test_one_of_a_pair_is_left_out_and_comes_back_when_the_link_does() -> None:
 
     assert alive(roster, 21, 22, 23, 24, start=11.0, end=50.0) == [], "it is left out once, and nobody meets again"
     assert (roster.endings(), roster.newcomers(50.0)) == ({}, [])
-    (held,) = roster.held_back(50.0)
-    assert (held.number, held.probe) == (23, (("10.0.0.1", 29401),))
+    ((number, held),) = roster.held_back(50.0).items()
+    assert (number, held.probe) == (23, (("10.0.0.1", 29401),))
     assert held.reason.endswith("rank 2 is left out until they do")
 
     roster.reached(23)
     assert roster.newcomers(50.25) == [2]
-    assert roster.held_back(50.25) == []
+    assert roster.held_back(50.25) == {}
     for number in (21, 22, 24):
         roster.leave(number, Farewell("meets again", Departure.AGAIN), 50.5)
     come_back(roster, 0, 1, 3, generation=2, size=3, at=50.75, first=31, world_size=4)

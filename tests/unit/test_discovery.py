@@ -7,16 +7,21 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from horizonml.rendezvous.device_messages import (
+    DeviceInfo,
+)
 from horizonml.rendezvous.discovery import records
-from horizonml.rendezvous.discovery.device import Device, accelerator, measure_gflops, model, system, this_device
-from horizonml.rendezvous.discovery.diagnosis import Firewall, Surroundings, explain_nobody, in_iptables, in_nftables
+from horizonml.rendezvous.discovery.device import accelerator, measure_gflops, model, system, this_device
+from horizonml.rendezvous.discovery.diagnosis import Surroundings, explain_nobody, find_firewalls
 from horizonml.rendezvous.discovery.multicast import Hearing, Interface, choose, reachable, read_interfaces
 from horizonml.rendezvous.discovery.records import Found
 from horizonml.rendezvous.discovery.service import _Search
+from horizonml.rendezvous.wire import fields_of, read
 
 ETH = Interface(
     "eth0",
@@ -245,10 +250,10 @@ def test_multicast_that_does_not_come_back_is_said() -> None:
     said = silent(heard=deaf)
     assert "Multicast seems blocked on eth0, most likely by a firewall on this device" in said
     assert "(nothing came back)" in said
-    wall = Firewall("ufw is active", "`sudo ufw allow 5353/udp`")
-    assert "On this device ufw is active; let in what is needed: `sudo ufw" in silent(heard=deaf, firewalls=(wall,))
-    assert "only its administrator can see" in silent(rules_are_known=False)
-    assert "only its administrator can see" not in silent(rules_are_known=False, firewalls=(wall,))
+    wall = ("ufw is active; let in what is needed: `sudo ufw allow 5353/udp`",)
+    assert "On this device ufw is active; let in what is needed: `sudo ufw" in silent(heard=deaf, firewalls=wall)
+    assert "only its administrator can see" in silent()
+    assert "only its administrator can see" not in silent(firewalls=wall)
     off = Interface("eth0", ("192.168.1.5",), multicast=False)
     assert "`sudo ip link set eth0 multicast on`" in silent(heard=(Hearing(off),))
 
@@ -266,64 +271,24 @@ def test_clocks_are_compared() -> None:
     assert "This device's clock has not been set, it says 1970-01-01" in silent(clock=3600.0)
 
 
-@pytest.mark.parametrize(
-    ("rules", "found"),
-    [
-        (["-P INPUT ACCEPT", "-P OUTPUT ACCEPT"], None),
-        (["-P INPUT DROP", "-A INPUT -i lo -j ACCEPT"], "-P INPUT DROP"),
-        (["-P FORWARD DROP"], None),
-        (["-P INPUT DROP", "-A INPUT -p udp --dport 5353 -j ACCEPT"], None),
-        (["-A INPUT -p udp -m udp --dport 5353 -j DROP"], "-A INPUT -p udp -m udp --dport 5353 -j DROP"),
-        (["-A INPUT -p tcp --dport 22 -j DROP"], None),
-        (["-A INPUT -p tcp -m multiport --dports 80,29000:30000 -j REJECT"], "-A INPUT -p tcp -m multiport"),
-        (["-A OUTPUT -j REJECT --reject-with icmp-port-unreachable"], "-A OUTPUT -j REJECT"),
-        (["-A INPUT -s 10.0.0.1/32 -j DROP", "-A DOCKER-USER -j DROP"], None),
-    ],
-)
-def test_rules_of_iptables_that_are_in_the_way_are_found(rules: list[str], found: str | None) -> None:
-    rule = in_iptables(rules)
-    assert rule is None if found is None else rule is not None and rule.startswith(found)
-
-
-NFT = """
-table inet filter {
-	chain input {
-		type filter hook input priority filter; policy %s;
-		ct state established,related accept
-		%s
-	}
-	chain forward {
-		type filter hook forward priority filter; policy drop;
-		drop
-	}
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("policy", "rule", "found"),
-    [
-        ("accept", "tcp dport 22 accept", None),
-        ("drop", "tcp dport 22 accept", "type filter hook input"),
-        ("drop", "udp dport 5353 accept", None),
-        ("drop", "ip daddr 224.0.0.251 udp dport mdns accept", None),
-        ("accept", "udp dport 5353 drop", "udp dport 5353 drop"),
-        ("accept", "tcp dport { 80, 29000-30000 } reject", "tcp dport { 80,"),
-        ("accept", "counter packets 5 bytes 300 drop", "counter packets"),
-        ("accept", "ip saddr 10.0.0.1 drop", None),
-    ],
-)
-def test_rules_of_nftables_that_are_in_the_way_are_found(policy: str, rule: str, found: str | None) -> None:
-    line = in_nftables((NFT % (policy, rule)).splitlines())
-    assert line is None if found is None else line is not None and line.startswith(found)
-
-
 def put(root: Path, **files: str) -> Path:
     for name, content in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     return root
+
+
+def test_a_firewall_that_is_switched_on_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[SimpleNamespace] = []
+    monkeypatch.setattr(psutil, "process_iter", lambda names: iter(running))
+    put(tmp_path, **{"etc__ufw__ufw.conf": "# comment\nENABLED=no\n"})
+    assert find_firewalls(tmp_path) == ()
+    put(tmp_path, **{"etc__ufw__ufw.conf": "# comment\nENABLED=yes\n"})
+    running.append(SimpleNamespace(info={"name": "firewalld"}))
+    ufw, firewalld = find_firewalls(tmp_path)
+    assert "`sudo ufw allow 5353/udp && sudo ufw allow 29400:29401/tcp`" in ufw
+    assert "sudo firewall-cmd --permanent --add-service=mdns --add-port=29400-29401/tcp" in firewalld
 
 
 def test_a_board_and_a_computer_are_called_what_people_call_them(tmp_path: Path) -> None:
@@ -344,7 +309,7 @@ def test_a_board_and_a_computer_are_called_what_people_call_them(tmp_path: Path)
 
 def test_a_device_describes_itself_and_is_understood() -> None:
     device = this_device()
-    assert Device.from_json(device.to_json()) == device
+    assert read(DeviceInfo, fields_of(device)) == device
     assert device.gflops > 0
     assert device.memory > 0
     assert device.torch
@@ -370,9 +335,9 @@ def test_a_device_describes_itself_and_is_understood() -> None:
     ],
 )
 def test_what_a_device_may_not_say_is_refused(field: str, value: object) -> None:
-    plain = Device("pi", 4.0, 1 << 30).to_json()
+    plain = fields_of(DeviceInfo("pi", 4.0, 1 << 30))
     with pytest.raises(ValueError, match=field):
-        Device.from_json({**plain, field: value})
+        read(DeviceInfo, {**plain, field: value})
 
 
 def answered(number: int) -> SimpleNamespace:

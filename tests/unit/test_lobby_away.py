@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,12 +12,19 @@ from horizonml.cli.up import _join_forever
 from horizonml.job.jobfile import from_values
 from horizonml.machine.signals import StopRequest
 from horizonml.machine.yielding import Courtesy
-from horizonml.rendezvous.server import Peer
-from horizonml.runtime.lobby.join import Joiner
-from horizonml.runtime.lobby.lobby import Lobby
-from horizonml.runtime.lobby.messages import JoinSettings, Place, Standing
-from horizonml.runtime.lobby.sharing import offer
-from horizonml.runtime.lobby.visit import Ending
+from horizonml.rendezvous.device_messages import (
+    DeviceState,
+    FilesRequest,
+)
+from horizonml.rendezvous.discovery.finding import ServiceAddress
+from horizonml.rendezvous.messages import (
+    Nothing,
+)
+from horizonml.rendezvous.server import Answer, Peer
+from horizonml.rendezvous.service import at_once
+from horizonml.runtime.lobby.join import Ending, Joiner
+from horizonml.runtime.lobby.offer import offer
+from horizonml.runtime.lobby.prepare import JoinSettings
 from tests.unit.test_lobby_join import LINEAGE, serving
 
 
@@ -34,34 +40,35 @@ def test_a_device_that_is_needed_leaves_while_it_fetches(
     """Its data is being hashed where it lies, or comes piece by piece, and never ends."""
     monkeypatch.setenv("HORIZONML_CACHE", str(tmp_path / "cache"))
     job = from_values({"name": "test", "data": {"name": "text", "path": str(tmp_path / "none.txt")}}, "the job")
-    lobby, stop, pieces = Lobby(offer(job, LINEAGE)), StopRequest(), list[int]()
+    run, stop, pieces = offer(job, LINEAGE).devices(), StopRequest(), list[int]()
 
-    def data(peer: Peer, request: dict[str, Any]) -> dict[str, Any]:
+    def data(peer: Peer, request: FilesRequest) -> Answer:
         pieces.append(len(pieces))
         stop.wanted = stopped and len(pieces) > 3
-        if "file" in request:
-            return {"piece": "MQ=="}
+        if request.file is not None:
+            return at_once({"piece": "MQ=="})
         files = [["none.txt", 1 << 20, "0" * 64]]
         page = {"files": files, "count": 1, "single": True} if ready else {"done": len(pieces)}
-        return {"ready": ready, "bytes": 1 << 20, **page}
+        return at_once({"ready": ready, "bytes": 1 << 20, **page})
 
-    def hands_out(peer: Peer, request: dict[str, Any]) -> dict[str, Any]:
-        return {**lobby.handlers()["job"](peer, request), "shared": True}  # type: ignore[dict-item]
+    def hands_out(peer: Peer, request: Nothing) -> Answer:
+        return at_once({**(run.handlers()["job"][1](peer, request)() or {}), "shared": True})
 
     def busy() -> str | None:
         return "somebody types" if len(pieces) > 3 and not stopped else None
 
-    with serving({**lobby.handlers(), "job": hands_out, "data": data}, None) as place:
+    handlers = {**run.handlers(), "job": (Nothing, hands_out), "data": (FilesRequest, data)}
+    with serving(handlers, None) as place:
         settings = JoinSettings(None, tmp_path / "runs", accept_data=True, busy=busy)
-        assert Joiner(settings, stop).visit(place) is ending
+        assert Joiner(settings, stop).join(place) is ending
     assert words in capsys.readouterr().out
-    assert [guest.sign.standing for guest in lobby._guests.values()] == [Standing.LEAVING]
+    assert [one.beat.state for one in run._devices.values()] == [DeviceState.LEAVING]
 
 
 def test_a_device_that_always_joins_goes_on_after_what_was_wrong_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     stop, tries = StopRequest(), list[int]()
 
-    def place() -> Place | None:
+    def place() -> ServiceAddress | None:
         tries.append(len(tries))
         if len(tries) < 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/horizonml-1")

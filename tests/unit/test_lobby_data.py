@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizonml.errors import DataError
-from horizonml.rendezvous.checks import Fields
-from horizonml.runtime.lobby.prepare import Listing, fetch, listing
-from horizonml.runtime.lobby.sharing import Item, Shelf, check_name
+from horizonml.rendezvous.device_messages import (
+    FilesRequest,
+)
+from horizonml.rendezvous.shared_files import FileServer, Item, Listing, check_name, fetch, listing
+from horizonml.rendezvous.wire import Fields, fields_of, read
 from tests.distributed.processes import wait_for
 
 GOOD = ["a", "a.jpg", "train/cats/0 (1).jpg", "été/字.png", "a-b_c+d=e,f@g[1]", "1.tar", "_x", "x's"]
@@ -68,20 +71,25 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def shelf(root: Path) -> Shelf:
-    found = Shelf(root)
-    wait_for(lambda: found.answer({"list": 0})["ready"] is True, "the hashes of the files", 10)
-    return found
+class Source(FileServer):
+    """Files that are shared, asked as the service is."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        wait_for(self._ready.is_set, "the hashes of the files", 10)
+
+    def ask(self, request: Fields) -> Fields:
+        return json.loads(json.dumps(fields_of(self.answer(read(FilesRequest, request)))))  # type: ignore[no-any-return]
 
 
 def test_a_folder_arrives_whole_and_is_not_fetched_twice(data: Path, tmp_path: Path) -> None:
-    source = shelf(data)
+    source = Source(data)
     assert (source.files, source.left_out, source.bytes) == (3, 1, 300_001)
     asked: list[Fields] = []
 
     def ask(request: Fields) -> Fields:
         asked.append(request)
-        return source.answer(request)
+        return source.ask(request)
 
     found = listing(ask, no_wait)
     seen: list[int] = []
@@ -101,8 +109,8 @@ def test_a_folder_arrives_whole_and_is_not_fetched_twice(data: Path, tmp_path: P
 
 def test_a_single_file_arrives_under_its_name(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
-    source = shelf(tmp_path / "table.csv")
-    there = fetch(source.answer, listing(source.answer, no_wait), tmp_path / "cache", no_progress)
+    source = Source(tmp_path / "table.csv")
+    there = fetch(source.ask, listing(source.ask, no_wait), tmp_path / "cache", no_progress)
     assert (there.name, there.read_text()) == ("table.csv", "a,b\n1,2\n")
 
 
@@ -123,21 +131,21 @@ def test_many_files_are_listed_in_several_answers(tmp_path: Path) -> None:
     folder.mkdir()
     for number in range(250):
         (folder / f"{number}.txt").write_text(str(number))
-    source = shelf(folder)
-    found = listing(source.answer, no_wait)
+    source = Source(folder)
+    found = listing(source.ask, no_wait)
     assert len(found.items) == 250
     assert len({item.sha256 for item in found.items}) == 250
 
 
 def test_what_was_fetched_before_a_connection_broke_is_kept(data: Path, tmp_path: Path) -> None:
-    source, left = shelf(data), [2]
+    source, left = Source(data), [2]
 
     def breaks(request: Fields) -> Fields:
-        if "file" in request:
+        if request["file"] is not None:
             if request["file"] == 1:
                 raise RuntimeError("the connection is lost")
             left[0] -= 1
-        return source.answer(request)
+        return source.ask(request)
 
     found = listing(breaks, no_wait)
     with pytest.raises(RuntimeError):
@@ -147,7 +155,7 @@ def test_what_was_fetched_before_a_connection_broke_is_kept(data: Path, tmp_path
 
     def works(request: Fields) -> Fields:
         files.append(request.get("file"))
-        return source.answer(request)
+        return source.ask(request)
 
     assert fetch(works, found, tmp_path / "cache", no_progress).is_dir()
     assert 0 not in files, "the first file was there already"
@@ -159,7 +167,7 @@ def answers(*items: list[Any], piece: bytes = b"1234", **changes: Any) -> Any:
     page = {"ready": True, "files": list(items), "count": len(items), "bytes": size, "single": False} | changes
 
     def ask(request: Fields) -> Fields:
-        return page if "list" in request else {"piece": base64.b64encode(piece).decode()}
+        return page if request["list"] is not None else {"piece": base64.b64encode(piece).decode()}
 
     return ask
 
@@ -181,7 +189,7 @@ HASH = "0" * 64
         (answers(["x", 1, HASH], count=1_000_000), "count must be"),
         (answers(["x", 1, HASH], ["y", 1, HASH], count=1), "as many as it says"),
         (answers(["x", 1, HASH], files=[], count=1), "as many as it says"),
-        (answers(["x", 1, HASH], files="x"), "as many as it says"),
+        (answers(["x", 1, HASH], files="x"), "files must be a list"),
     ],
 )
 def test_a_list_that_lies_is_refused(ask: Any, words: str) -> None:
@@ -213,17 +221,17 @@ def test_more_data_than_the_disk_has_room_for_is_refused_before_anything_is_fetc
 
 
 def test_a_file_that_changes_while_it_is_shared_is_refused(data: Path, tmp_path: Path) -> None:
-    source = shelf(data)
-    found = listing(source.answer, no_wait)
+    source = Source(data)
+    found = listing(source.ask, no_wait)
     (data / "a" / "1.bin").write_bytes(b"shorter")
     with pytest.raises(ValueError, match=r"a/1\.bin has changed while it was shared"):
-        fetch(source.answer, found, tmp_path / "cache", no_progress)
+        fetch(source.ask, found, tmp_path / "cache", no_progress)
 
 
 def test_data_whose_names_cannot_travel_is_not_shared(tmp_path: Path) -> None:
     (tmp_path / "a;b").write_text("x")
     with pytest.raises(DataError, match="rename it"):
-        Shelf(tmp_path)
+        FileServer(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no files"):
-        Shelf(tmp_path / "empty")
+        FileServer(tmp_path / "empty")

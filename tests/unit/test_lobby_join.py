@@ -6,8 +6,9 @@ import json
 import secrets
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,27 @@ from horizonml.errors import HorizonError, JobError, RendezvousError
 from horizonml.job.jobfile import from_values
 from horizonml.machine.network import listen, metrics_address
 from horizonml.machine.signals import StopRequest
-from horizonml.rendezvous.discovery.device import Device
-from horizonml.rendezvous.server import Handler
-from horizonml.rendezvous.service import Service
+from horizonml.rendezvous.device_messages import (
+    DeviceBeat,
+    DeviceInfo,
+    DeviceState,
+    LinkRates,
+    RunOutcome,
+)
+from horizonml.rendezvous.devices import Device, Devices
+from horizonml.rendezvous.discovery.finding import ServiceAddress, at
+from horizonml.rendezvous.messages import (
+    Nothing,
+)
+from horizonml.rendezvous.server import Answer, Peer
+from horizonml.rendezvous.service import Handlers, Service, at_once
+from horizonml.rendezvous.wire import fields_of, read
 from horizonml.runtime.lobby.child import Child, Progress
-from horizonml.runtime.lobby.finding import at
-from horizonml.runtime.lobby.join import Joiner
-from horizonml.runtime.lobby.lobby import Guest, Lobby
-from horizonml.runtime.lobby.messages import JoinSettings, Link, Outcome, Place, Sign, Standing, rate_words, shortened
-from horizonml.runtime.lobby.prepare import take_folder
-from horizonml.runtime.lobby.sharing import note_lineage, offer
+from horizonml.runtime.lobby.join import Ending, Joiner
+from horizonml.runtime.lobby.offer import note_lineage, offer
+from horizonml.runtime.lobby.prepare import JoinSettings, take_folder
 from horizonml.runtime.lobby.up import Settings, Up, own_address
 from horizonml.runtime.lobby.view import Lines, rows
-from horizonml.runtime.lobby.visit import Ending
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token, make_token
 from tests.distributed.processes import horizonml, wait_for
@@ -50,7 +59,7 @@ RUN, LINEAGE = "a" * 32, "b" * 32
     ],
 )
 def test_a_peer_is_a_host_with_a_port_or_without(peer: str, host: str, port: int) -> None:
-    assert at(peer) == Place(host, (host,), port)
+    assert at(peer) == ServiceAddress(host, (host,), port)
 
 
 @pytest.mark.parametrize("peer", ["", ":1", "pi:x", "pi:0", "pi:70000"])
@@ -60,74 +69,82 @@ def test_what_is_no_peer_is_refused(peer: str) -> None:
 
 
 @contextmanager
-def serving(handlers: dict[str, Handler], tls: ssl.SSLContext | None) -> Iterator[Place]:
-    """Serve on this machine."""
+def serving(run: Devices | Handlers, tls: ssl.SSLContext | None) -> Iterator[ServiceAddress]:
+    """Serve on this machine, for the devices of a run or with whatever answers."""
     over = threading.Event()
-    service = Service(listen("127.0.0.1", 0), tls, handlers=handlers)
+    roster, handlers = (run.roster, run.handlers()) if isinstance(run, Devices) else (None, run)
+    service = Service(listen("127.0.0.1", 0), tls, roster=roster, handlers=handlers)
     thread = threading.Thread(target=service.run, args=(over.is_set,))
     thread.start()
     try:
-        yield Place("host", ("127.0.0.1",), service.port)
+        yield ServiceAddress("host", ("127.0.0.1",), service.port)
     finally:
         over.set()
         thread.join(10)
 
 
-def visit(place: Place, token: Token | None, tmp_path: Path, **settings: Any) -> Ending:
+def join(place: ServiceAddress, token: Token | None, tmp_path: Path, **settings: Any) -> Ending:
     joiner = Joiner(JoinSettings(token, tmp_path / "runs", **settings), StopRequest())
-    return joiner.visit(place)
+    return joiner.join(place)
 
 
-def saying(**replies: Any) -> dict[str, Handler]:
+def saying(**replies: Any) -> Handlers:
     """What answers each kind of request with the same reply."""
 
-    def answer(reply: Any) -> Handler:
-        return lambda peer, request: reply
+    def answer(reply: Any) -> Callable[[Peer, Nothing], Answer]:
+        return lambda peer, request: at_once(reply)
 
-    return {name: answer(reply) for name, reply in replies.items()}
+    return {name: (Nothing, answer(reply)) for name, reply in replies.items()}
 
 
-NEWS = {"run": RUN, "phase": "waiting", "job": "test", "position": 1, "count": 1, "words": ""}
+OFFER = {"job": "name: x", "name": "x", "lineage": LINEAGE, "run": RUN}
+STATUS = {"run": RUN, "phase": "waiting", "job": "test", "position": 1, "count": 1, "words": ""}
 
 
 @pytest.mark.parametrize(
     ("replies", "words"),
     [
         ({"device": {}}, "run must be 32 hexadecimal characters"),
-        ({"device": NEWS | {"phase": "never"}}, "phase must be one of"),
-        ({"device": NEWS | {"job": "x" * 1000}}, "job must be"),
-        ({"device": NEWS | {"rank": -1}}, "rank must be"),
-        ({"device": NEWS | {"refused": True, "words": "not you"}}, "not you"),
-        ({"device": NEWS, "job": {}}, "sends no job"),
-        ({"device": NEWS, "job": {"job": "x" * 40_000, "name": "x", "lineage": LINEAGE}}, "sends no job"),
-        ({"device": NEWS, "job": {"job": "name: x", "name": "x", "lineage": "../.."}}, "lineage must be"),
-        ({"device": NEWS, "job": {"job": "name: ../../x", "name": "x", "lineage": LINEAGE}}, "not a valid job"),
-        ({"device": NEWS, "job": {"job": "model: {name: 'os:x'}", "name": "x", "lineage": LINEAGE}}, "--allow-code"),
-        ({"device": NEWS}, "does not answer any more"),
+        ({"device": STATUS | {"phase": "never"}}, "phase must be one of"),
+        ({"device": STATUS | {"job": "x" * 1000}}, "job must be"),
+        ({"device": STATUS | {"rank": -1}}, "rank must be"),
+        ({"device": STATUS | {"refused": True, "words": "not you"}}, "not you"),
+        ({"device": STATUS, "job": {}}, "sends no job"),
+        ({"device": STATUS, "job": {"job": "x" * 40_000, "name": "x", "lineage": LINEAGE, "run": RUN}}, "sends no job"),
+        ({"device": STATUS, "job": {"job": "name: x", "name": "x", "lineage": "../..", "run": RUN}}, "lineage must be"),
+        (
+            {"device": STATUS, "job": {"job": "name: ../../x", "name": "x", "lineage": LINEAGE, "run": RUN}},
+            "not a valid job",
+        ),
+        (
+            {"device": STATUS, "job": {"job": "model: {name: 'os:x'}", "name": "x", "lineage": LINEAGE, "run": RUN}},
+            "--allow-code",
+        ),
+        ({"device": STATUS}, "does not answer any more"),
     ],
 )
-def test_a_lobby_that_lies_gets_nowhere(replies: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_service_that_lies_gets_nowhere(replies: dict[str, Any], words: str, tmp_path: Path) -> None:
     token = make_token()
     with serving(saying(**replies), server_context(token)) as place, pytest.raises(HorizonError, match=words):
-        visit(place, token, tmp_path)
+        join(place, token, tmp_path)
     assert not (tmp_path / "runs").exists()
 
 
 def test_data_that_is_not_here_and_not_shared_is_named_with_the_two_ways_out(tmp_path: Path) -> None:
     job = from_values({"name": "test", "data": {"name": "text", "path": str(tmp_path / "none.txt")}}, "the job")
-    lobby = Lobby(offer(job, LINEAGE))
-    with serving(dict(lobby.handlers()), None) as place, pytest.raises(JobError) as caught:
-        visit(place, None, tmp_path, data=(tmp_path,))
+    run = offer(job, LINEAGE).devices()
+    with serving(run, None) as place, pytest.raises(JobError) as caught:
+        join(place, None, tmp_path, data=(tmp_path,))
     assert "none.txt is not on this device; copy the data to the same path here" in str(caught.value)
     assert "horizonml up` with --share-data on host" in str(caught.value)
-    assert [guest.sign.standing for guest in lobby._guests.values()] == [Standing.LEAVING]
+    assert [one.beat.state for one in run._devices.values()] == [DeviceState.LEAVING]
 
 
 def test_a_run_that_is_over_already_is_left_in_peace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lobby = Lobby(offer(JOB, LINEAGE))
-    lobby.end(Outcome.STOPPED, "it was stopped")
-    with serving(dict(lobby.handlers()), None) as place:
-        assert visit(place, None, tmp_path) is Ending.OVER
+    run = offer(JOB, LINEAGE).devices()
+    run.end(RunOutcome.STOPPED, "it was stopped")
+    with serving(run, None) as place:
+        assert join(place, None, tmp_path) is Ending.OVER
     assert "the run is over: it was stopped" in capsys.readouterr().out
 
 
@@ -136,9 +153,9 @@ def test_another_token_is_told_from_a_port_that_nothing_listens_on(tmp_path: Pat
         serving({}, server_context(make_token())) as place,
         pytest.raises(RendezvousError, match="has another token than this device"),
     ):
-        visit(place, make_token(), tmp_path)
+        join(place, make_token(), tmp_path)
     with pytest.raises(RendezvousError, match="nothing listens on port"):
-        visit(place, make_token(), tmp_path)
+        join(place, make_token(), tmp_path)
 
 
 def test_the_folder_of_another_training_is_moved_away_and_that_of_this_one_is_not(
@@ -207,17 +224,17 @@ def test_a_rank_that_died_before_its_orders_is_ended_all_the_same(tmp_path: Path
     assert child.error().startswith("it was killed by SIGKILL")
 
 
-def guest(name: str, standing: Standing = Standing.READY, **more: Any) -> Guest:
-    sign = Sign(secrets.token_hex(16), Device(name, 4.0, 1 << 30), standing, **more)
-    return Guest(sign, "127.0.0.1:50", 0.0, 0.0, 1)
+def device(name: str, state: DeviceState = DeviceState.READY, **more: Any) -> Device:
+    beat = DeviceBeat(secrets.token_hex(16), DeviceInfo(name, 4.0, 1 << 30), state, **more)
+    return Device(beat, "127.0.0.1:50", 0.0, 1)
 
 
 def test_lines_say_who_comes_changes_and_goes(capsys: pytest.CaptureFixture[str]) -> None:
-    own, lines = Device("laptop", 8.0, 1 << 34), Lines()
-    pi = guest("pi", Standing.PREPARING)
+    own, lines = DeviceInfo("laptop", 8.0, 1 << 34), Lines()
+    pi = device("pi", DeviceState.PREPARING)
     lines.show(own, [pi], "ready: 1 device")
     lines.show(own, [pi], "ready: 1 device")
-    pi.sign = Sign(pi.sign.id, pi.sign.device, Standing.READY, link=Link(1e6, 2e6, 0.1))
+    pi.beat = replace(pi.beat, state=DeviceState.READY, link=LinkRates(1e6, 2e6, 0.1))
     lines.show(own, [pi], "ready: 2 devices")
     lines.show(own, [], "ready: 1 device")
     assert capsys.readouterr().out.splitlines() == [
@@ -231,14 +248,14 @@ def test_lines_say_who_comes_changes_and_goes(capsys: pytest.CaptureFixture[str]
 
 
 def test_what_devices_say_cannot_paint_the_terminal() -> None:
-    shown = rows(Device("laptop", 8.0, 1 << 34), "trains", [guest("\x1b[2J[red]pi", words="a\nb")])
+    shown = rows(DeviceInfo("laptop", 8.0, 1 << 34), "trains", [device("\x1b[2J[red]pi", words="a\nb")])
     assert shown[1]["device"] == " [2J[red]pi"
     assert shown[1]["state"] == "ready: a b"
 
 
-def test_long_words_are_shortened_to_what_a_lobby_accepts() -> None:
-    sign = shortened(Sign(RUN, Device("pi", 4.0, 1 << 30), words="line\n" + "x" * 500))
-    assert Sign.from_json(sign.to_json()).words.startswith("line x")
+def test_long_words_are_shortened_to_what_a_service_accepts() -> None:
+    beat = DeviceBeat(RUN, DeviceInfo("pi", 4.0, 1 << 30)).saying(DeviceState.UNABLE, "line\n" + "x" * 500)
+    assert read(DeviceBeat, fields_of(beat)).words.startswith("line x")
 
 
 def test_metrics_are_served_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,19 +274,18 @@ def test_metrics_are_served_where_the_environment_says(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("link", "words"),
     [
-        (None, "-"),
-        (Link(12.5e6, 1e9, 0.1), "100 Mbit/s"),
-        (Link(1e9, 125e6, 0.1), "1.0 Gbit/s"),
-        (Link(0.0, 1.0, 0.1), "-"),
+        (LinkRates(12.5e6, 1e9, 0.1), "100 Mbit/s"),
+        (LinkRates(1e9, 125e6, 0.1), "1.0 Gbit/s"),
+        (LinkRates(0.0, 1.0, 0.1), "-"),
     ],
 )
-def test_a_link_is_as_fast_as_its_slower_direction(link: Link | None, words: str) -> None:
-    assert rate_words(link) == words
+def test_a_link_is_as_fast_as_its_slower_direction(link: LinkRates, words: str) -> None:
+    assert str(link) == words
 
 
 def test_rank_0_is_met_where_the_others_reach_it() -> None:
-    assert own_address([guest("pi"), guest("pi")], "0.0.0.0") == "127.0.0.1"
-    assert own_address([guest("pi")], "10.1.2.3") == "10.1.2.3"
+    assert own_address([device("pi"), device("pi")], "0.0.0.0") == "127.0.0.1"
+    assert own_address([device("pi")], "10.1.2.3") == "10.1.2.3"
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import socket
 
 from horizonml import __version__
 from horizonml.job.jobfile import from_values
+from horizonml.rendezvous.devices import Devices
+from horizonml.rendezvous.discovery.finding import MOST_AT_ONCE, Prover
 from horizonml.rendezvous.discovery.records import Found
-from horizonml.runtime.lobby.finding import MOST_AT_ONCE, Prover
-from horizonml.runtime.lobby.lobby import Lobby
-from horizonml.runtime.lobby.sharing import offer
+from horizonml.runtime.lobby.offer import offer
 from horizonml.security.tls import server_context
 from horizonml.security.token import make_token
 from tests.unit.test_lobby_join import LINEAGE, serving
@@ -17,8 +17,8 @@ from tests.unit.test_lobby_join import LINEAGE, serving
 TOKEN = make_token()
 
 
-def lobby() -> Lobby:
-    return Lobby(offer(from_values({"name": "test"}, "the test's job"), LINEAGE))
+def run() -> Devices:
+    return offer(from_values({"name": "test"}, "the test's job"), LINEAGE).devices()
 
 
 def announced(name: str, port: int, *hosts: str) -> Found:
@@ -27,12 +27,12 @@ def announced(name: str, port: int, *hosts: str) -> Found:
 
 
 def test_only_runs_that_show_the_token_count_and_each_of_them_once() -> None:
-    first, second, strange = lobby(), lobby(), lobby()
+    first, second, strange = run(), run(), run()
     with (
-        serving(dict(first.handlers()), server_context(TOKEN)) as one,
-        serving(dict(second.handlers()), server_context(TOKEN)) as two,
-        serving(dict(strange.handlers()), server_context(make_token())) as other,
-        serving(dict(strange.handlers()), None) as plain,
+        serving(first, server_context(TOKEN)) as one,
+        serving(second, server_context(TOKEN)) as two,
+        serving(strange, server_context(make_token())) as other,
+        serving(strange, None) as plain,
         socket.create_server(("127.0.0.1", 0)) as mute,
     ):
         real = [announced("a", one.port), announced("b", two.port, "127.0.0.9", "127.0.0.1")]
@@ -50,7 +50,7 @@ def test_only_runs_that_show_the_token_count_and_each_of_them_once() -> None:
 
 def test_who_announces_a_thousand_ports_does_not_come_before_another_device() -> None:
     """Nothing answers at these ports, and each search tries a few of them."""
-    with serving(dict(lobby().handlers()), server_context(TOKEN)) as place:
+    with serving(run(), server_context(TOKEN)) as place:
         flood = [announced(f"x{port}", port, "127.0.0.2") for port in range(1, 1001)]
         found = Prover(TOKEN).prove([*flood, announced("laptop", place.port)], lambda: False)
         assert [service.name for service in found] == ["laptop"]

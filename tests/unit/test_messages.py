@@ -1,46 +1,60 @@
-"""What ranks say to the rendezvous service, and what strangers may try to say."""
+"""What ranks say to the rendezvous service, what it answers, and what strangers may try to say."""
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from horizonml.rendezvous.answers import (
-    Complete,
+from horizonml.rendezvous.messages import (
+    Ask,
+    BeatAnswer,
+    Departure,
     Ended,
-    Formed,
+    Farewell,
+    Fingerprint,
+    GroupStatus,
     HeldBack,
+    Join,
+    Leave,
     Lost,
-    Member,
-    Refused,
-    Status,
-    read_ended,
-    read_status,
-    read_verdict,
+    NumberRequest,
+    Peers,
+    Resume,
+    Verdict,
 )
-from horizonml.rendezvous.checks import MOST_RANKS, PROTOCOL, Fields, check_hello, encode, hello, parse
-from horizonml.rendezvous.messages import Ask, Departure, Farewell, Fingerprint, Join, Resume
 from horizonml.rendezvous.service import MOST_VALUE, Keys
+from horizonml.rendezvous.wire import MOST_RANKS, PROTOCOL, check_hello, encode, fields_of, hello, parse, read
 from horizonml.text import printable
 from tests.rosters import rank
 
-
-def travelled(fields: Fields) -> Fields:
-    """What the other side reads."""
-    return parse(encode(fields))
+LOST = (Lost(1, "pi", "gives no sign of life", 5.25), Lost(2, "", "left: no memory", 0.0))
+HELD = HeldBack("it dies", 8.5, own=True, probe=(("10.0.0.1", 29401),))
 
 
-def test_a_fingerprint_survives_the_way_through_json() -> None:
-    fingerprint = rank(2, generation=3, group_size=3, replace_timeout=7.5, min_world_size=2, hostname="pi-küche")
-    assert Fingerprint.from_json(parse(json.dumps(fingerprint.to_json()).encode())) == fingerprint
+@pytest.mark.parametrize(
+    "message",
+    [
+        rank(2, generation=3, group_size=3, replace_timeout=7.5, min_world_size=2, hostname="pi-küche"),
+        Join(7, rank(0)),
+        Ask(7, NumberRequest("m1/10.0.0.1", 42, "d1", 3, 5)),
+        Resume(7, rank(1, generation=2, group_size=3), (0, 1, 2)),
+        Leave(Farewell("bye", Departure.AGAIN)),
+        Verdict(3, 1, (rank(0), rank(1))),
+        BeatAnswer(GroupStatus((1, 2), 3, True, (3,), ("rank 2 has job evil",), "waiting for rank 1", (HELD,))),
+        BeatAnswer(GroupStatus(), Verdict(refused="it is there twice"), Ended("it is over", LOST, evicted=True)),
+        Peers(None, {1: Farewell("bye", Departure.DONE)}, {0: 5, 1: 7}),
+    ],
+)
+def test_a_message_survives_the_way_over_the_wire(message: Any) -> None:
+    assert read(type(message), parse(encode(fields_of(message, "something")))) == message
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rank": -1}, "rank must be a whole number from 0 to 2, not -1"),
+        ({"rank": -1}, f"rank must be a whole number from 0 to {MOST_RANKS - 1}, not -1"),
         ({"rank": 3}, "rank must be a whole number from 0 to 2, not 3"),
         ({"rank": True}, "not True"),
         ({"rank": 1.0}, "not 1.0"),
@@ -54,10 +68,7 @@ def test_a_fingerprint_survives_the_way_through_json() -> None:
         ({"replace_timeout": float("inf")}, "replace_timeout must be seconds from 0 to 1e+09, not inf"),
         ({"replace_timeout": float("nan")}, "not nan"),
         ({"replace_timeout": -1}, "not -1"),
-        (
-            {"hostname": "pi\nERROR: forged"},
-            r"must be at most 255 printable characters, not 'pi\nERROR: forged'",
-        ),
+        ({"hostname": "pi\nERROR: forged"}, r"must be at most 255 printable characters, not 'pi\nERROR: forged'"),
         ({"hostname": "\x1b[2J"}, "not '\\x1b[2J'"),
         ({"job": "x" * 256}, "job must be at most 255"),
         ({"machine": ["m"]}, "machine must be at most 255 printable characters, not list"),
@@ -69,20 +80,14 @@ def test_a_fingerprint_survives_the_way_through_json() -> None:
 )
 def test_what_no_rank_says_of_itself_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (its text is looked at)
-        Fingerprint.from_json(rank(1).to_json() | changes)
+        read(Fingerprint, asdict(rank(1)) | changes)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 200
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("value", [None, 3, "x", [], {}])
-def test_what_is_no_fingerprint_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        Fingerprint.from_json(value)
-
-
 @pytest.mark.parametrize(
-    ("event", "words"),
+    ("content", "words"),
     [
         (b"[" * 60_000, "nested too deeply"),
         (b'{"id": ' + b'{"a":' * 10_000, "nested too deeply"),
@@ -96,9 +101,9 @@ def test_what_is_no_fingerprint_is_refused(value: object) -> None:
         (b"", "Expecting value"),
     ],
 )
-def test_what_is_no_event_is_refused(event: bytes, words: str) -> None:
+def test_what_is_no_message_is_refused(content: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        parse(event)
+        parse(content)
 
 
 def test_texts_from_the_network_are_shown_on_one_line() -> None:
@@ -107,97 +112,47 @@ def test_texts_from_the_network_are_shown_on_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "event",
+    ("kind", "said", "words"),
     [
-        Join(7, rank(0)),
-        Ask(7, "m1/10.0.0.1", 42, "d1", 3, 5),
-        Resume(7, rank(1, generation=2, group_size=3), (0, 1, 2)),
+        *((Fingerprint, said, "must be") for said in (None, 3, "x", [], {})),
+        (Join, {"join": asdict(rank(0))}, "id must be a whole number"),
+        (Join, {"id": 7}, "join must be an object, not None"),
+        (Join, {"id": 7, "join": asdict(rank(0)) | {"pid": 0}}, r"join\.pid must be a whole number"),
+        (Ask, {"id": 7, "ask": 3}, "ask must be an object, not 3"),
+        (Ask, {"id": 7, "ask": {"host_id": "m", "pid": 0}}, r"ask\.pid must be"),
+        (Resume, {"id": 7, "resume": [], "beside": []}, "resume must be an object, not list"),
+        (Resume, {"id": 7, "resume": asdict(rank(1)), "beside": [True]}, "beside must be a whole number"),
+        (Resume, {"id": 7, "resume": asdict(rank(1))}, "beside must be a list of at most 4096 ranks"),
+        *(
+            (Verdict, asdict(Verdict(3, 1, [rank(0), rank(1)])) | changes, "must be")
+            for changes in ({"rank": 2}, {"rank": "1"}, {"members": []}, {"members": 1}, {"members": [{}]})
+        ),
+        (Verdict, asdict(Verdict(0, 1, [rank(0), rank(1)])), "must be"),
+        *(
+            (Ended, {"reason": ""} | said, r"lost.* must be")
+            for said in ({"lost": 3}, {"lost": [3]}, {"lost": [asdict(LOST[0]) | {"silent": -1}]})
+        ),
+        (GroupStatus, {"missing": [-1]}, "missing must be"),
+        (GroupStatus, {"held": [asdict(HELD) | {"probe": [["pi", 1]]}]}, "probe"),
+        (Peers, {"ended": None, "gone": {}, "beats": {"x": 1}}, "beats must be an object with ranks"),
     ],
-)
-def test_a_request_survives_the_way_over_the_wire(event: Join | Ask | Resume) -> None:
-    assert type(event).from_json(travelled(event.to_json())) == event
-
-
-@pytest.mark.parametrize(
-    ("kind", "event", "words"),
-    [
-        (Join, {"join": rank(0).to_json()}, "id must be a whole number"),
-        (Join, {"id": 7}, "a fingerprint must be an object"),
-        (Ask, {"id": 7, "ask": 3}, "a question must be an object, not 3"),
-        (Ask, {"id": 7, "ask": {"host_id": "m", "pid": 0}}, "pid must be"),
-        (Resume, {"id": 7, "resume": [], "beside": []}, "a fingerprint must be an object, not list"),
-        (Resume, {"id": 7, "resume": rank(1).to_json(), "beside": [True]}, "beside must be a list of ranks"),
-        (Resume, {"id": 7, "resume": rank(1).to_json()}, "beside must be a list of ranks"),
-    ],
-)
-def test_a_malformed_request_is_refused(kind: type[Any], event: dict[str, object], words: str) -> None:
+)  # fmt: skip
+def test_a_malformed_message_is_refused_with_the_path_to_what_is_wrong(
+    kind: type[Any], said: object, words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
-        kind.from_json(travelled(event))
+        read(kind, said)
 
 
 @pytest.mark.parametrize("said", [None, "gone", [], {"reason": "a\nb", "kind": "unheard of"}])
 def test_a_rank_that_leaves_is_never_held_back_by_its_words(said: object) -> None:
-    farewell = Farewell.from_json(said)
-    assert farewell.departure is Departure.OTHER
+    farewell = read(Leave, {"leave": said}).leave
+    assert farewell.kind is Departure.OTHER
     assert farewell.reason.isprintable()
 
 
-def test_a_verdict_tells_a_member_its_place_and_nobody_elses_join() -> None:
-    formed = Formed(3, [9, 7], [rank(0), rank(1)])
-    assert read_verdict(travelled(formed.to_json(7))) == Member(3, 1, [rank(0), rank(1)])
-    assert "9" not in json.dumps({**formed.to_json(7), "members": []})
-    assert read_verdict(travelled(Refused([7], "rank 1 is there twice").to_json(7))) == Refused(
-        [], "rank 1 is there twice"
-    )
-    assert read_verdict(travelled(Complete([7]).to_json(7))) == Complete([])
-
-
-@pytest.mark.parametrize(
-    "changes", [{"rank": 2}, {"rank": "1"}, {"members": []}, {"members": 1}, {"members": [{}]}, {"generation": 0}]
-)
-def test_a_malformed_verdict_is_refused(changes: dict[str, object]) -> None:
-    verdict = {**Formed(3, [9, 7], [rank(0), rank(1)]).to_json(7), **changes}
-    with pytest.raises(ValueError, match="must"):
-        read_verdict(travelled(verdict))
-
-
-def test_the_end_of_a_generation_survives_and_reads_as_a_sentence() -> None:
-    lost = (Lost(1, "pi", "gives no sign of life", 5.25), Lost(2, "", "left: no memory", 0.0))
-    ended = Ended("it is over", lost, evicted=True)
-    assert read_ended(travelled(ended.to_json())) == ended
-    assert read_ended(None) is None
-    assert [str(one) for one in ended.lost] == ["rank 1 on pi gives no sign of life (5.2 s)", "rank 2 left: no memory"]
-
-
-@pytest.mark.parametrize(
-    "ended",
-    [
-        3,
-        {"lost": None},
-        {"lost": [3]},
-        {"lost": [{"rank": -1}]},
-        {"lost": [{"rank": 1, "hostname": "pi", "reason": "x", "silent": -1}]},
-    ],
-)
-def test_a_malformed_end_is_refused(ended: object) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        read_ended(ended)
-
-
-def test_the_status_says_to_each_what_concerns_it() -> None:
-    held = [HeldBack(9, "it dies", 8.5), HeldBack(7, "so does that", 2.0)]
-    status = Status([1, 2], 3, None, [3], ["rank 2 has job evil"], "waiting for rank 1", held)
-    read = read_status(travelled(status.to_json(7, member=True)))
-    assert (read.missing, read.running, read.member, read.newcomers) == ([1, 2], 3, True, [3])
-    assert (read.refused, read.short) == (["rank 2 has job evil"], "waiting for rank 1")
-    assert [(one.reason, one.own) for one in read.held] == [("it dies", False), ("so does that", True)]
-
-
-def test_rubbish_in_the_status_is_left_out() -> None:
-    rubbish = {"missing": [1, -1, "2", True], "running": "all", "newcomers": {}, "refused": 3, "held": [3, {}]}
-    assert read_status(rubbish) == Status([1], 0, None, [], [], "", [])
-    for values in (None, [], "x"):
-        assert read_status(values).member is None
+def test_who_is_lost_reads_as_a_sentence() -> None:
+    assert [str(one) for one in LOST] == ["rank 1 on pi gives no sign of life (5.2 s)", "rank 2 left: no memory"]
 
 
 def test_a_client_of_another_protocol_is_told_so() -> None:

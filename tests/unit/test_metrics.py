@@ -24,8 +24,10 @@ from horizonml.machine.host import MachineInfo, device_name
 from horizonml.machine.resources import memory_left, memory_used, throttled_seconds
 from horizonml.machine.signals import StopRequest
 from horizonml.plan.plan import Plan, Stage
-from horizonml.rendezvous.answers import Lost
 from horizonml.rendezvous.identity import Identity
+from horizonml.rendezvous.messages import (
+    Lost,
+)
 from horizonml.runtime.worker import Worker, noticed_after
 from horizonml.telemetry.http import Limits
 from horizonml.telemetry.metrics import Metrics

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from horizonml.rendezvous.answers import Ended, Formed, Lost, Refused
-from horizonml.rendezvous.messages import Departure, Farewell, Fingerprint
+from horizonml.rendezvous.members import Formed, Refused
+from horizonml.rendezvous.messages import (
+    Departure,
+    Ended,
+    Farewell,
+    Fingerprint,
+    Lost,
+)
 from horizonml.rendezvous.roster import Roster
 from tests.rosters import LOST_PEER, alive, beat, come_back, formed, gather, rank, roster_over, survivor
 
@@ -285,7 +291,7 @@ def test_what_was_declared_lost_is_fenced_off() -> None:
         roster.resume(2, waking(1), [0, 1, 2], 60.0)
     beat(roster, 2, count=100, at=60.0)
     assert roster.running() == [11, 12]
-    assert roster.farewells()[2].departure is Departure.SILENT
+    assert roster.farewells()[2].kind is Departure.SILENT
     # Its number is free: it is a newcomer like any other.
     alive(roster, 11, 12, start=59.0, end=60.0)
     roster.join(20, waking(1), 60.0)

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from horizonml.rendezvous.answers import Formed, Refused
-from horizonml.rendezvous.messages import Fingerprint
+from horizonml.rendezvous.members import Formed, Refused
+from horizonml.rendezvous.messages import (
+    Fingerprint,
+)
 from horizonml.rendezvous.roster import Roster
 from tests.rosters import LOST_PEER, alive, beat, formed, gather, long_after, rank, survivor
 

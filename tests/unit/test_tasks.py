@@ -28,7 +28,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.profiling.measure import measure
 from horizonml.profiling.threads import try_threads
-from horizonml.runtime.lobby.accept import needed
+from horizonml.runtime.lobby.offer import needed
 from horizonml.tasks.choose import channels_for, task_for
 from horizonml.tasks.classification import Classification
 from horizonml.tasks.spec import TASKS

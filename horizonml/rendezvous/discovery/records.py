@@ -8,8 +8,8 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from horizonml.rendezvous.checks import shown
 from horizonml.rendezvous.discovery.multicast import Interface, reachable
+from horizonml.rendezvous.wire import shown
 
 TYPE = "_horizonml._tcp.local."
 MOST_ADDRESSES = 8  # of one service

@@ -22,10 +22,16 @@ from typing import Any
 from horizonml.machine.code import python_module
 from horizonml.machine.signals import LAUNCHER, explain_signal, launcher_name
 from horizonml.runtime.forkserver import start
+from horizonml.security.token import INSECURE, TOKEN, Token
 
 STOP_SECONDS = 60.0  # for a rank that was asked to stop, to finish its step and save
 _GRACE_SECONDS = 3.0  # for one that has no rank yet
 _UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "HORIZONML_JOIN")  # of a launcher above this process
+
+
+def secret(token: Token | None) -> dict[str, str]:
+    """Return the environment variable by which a rank may take part."""
+    return {TOKEN: token.text} if token is not None else {INSECURE: "1"}
 
 
 class Child:

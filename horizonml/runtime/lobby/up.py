@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from horizonml.errors import HorizonError, JobError
@@ -21,15 +21,18 @@ from horizonml.job.schema import Job
 from horizonml.machine.host import NAME, seconds_up
 from horizonml.machine.network import listen, route_to
 from horizonml.machine.signals import StopRequest, handling
+from horizonml.rendezvous.device_messages import (
+    DeviceState,
+    RunOutcome,
+)
+from horizonml.rendezvous.devices import Device
 from horizonml.rendezvous.discovery.device import measure_gflops, this_device
 from horizonml.rendezvous.discovery.multicast import usable
 from horizonml.rendezvous.service import Service
+from horizonml.rendezvous.shared_files import FileServer
 from horizonml.runtime.lobby import terminal
-from horizonml.runtime.lobby.accept import needed
-from horizonml.runtime.lobby.child import Child, Progress
-from horizonml.runtime.lobby.lobby import Guest, Lobby
-from horizonml.runtime.lobby.messages import Outcome, Standing, secret
-from horizonml.runtime.lobby.sharing import Shelf, check_wanted, job_text, lineage_of, note_lineage, offer
+from horizonml.runtime.lobby.child import Child, Progress, secret
+from horizonml.runtime.lobby.offer import check_wanted, job_text, lineage_of, needed, note_lineage, offer
 from horizonml.runtime.lobby.view import View, rows, view
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token
@@ -37,21 +40,14 @@ from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.text import count, human_bytes, printable
 
 
-def host_of(guest: Guest) -> str:
-    """Return the address of a device, without its port."""
-    return guest.address.rpartition(":")[0].strip("[]") or guest.address
-
-
-def own_address(guests: list[Guest], host: str) -> str:
+def own_address(devices: list[Device], host: str) -> str:
     """Return the address of this device by which most of the others reach it."""
     if host not in ("", "0.0.0.0", "::"):  # noqa: S104
         return host
     found: Counter[str] = Counter()
-    for guest in guests:
-        try:
-            found[route_to(host_of(guest), 9)[0]] += 1
-        except OSError:
-            continue
+    for device in devices:
+        with suppress(OSError):
+            found[route_to(device.host, 9)[0]] += 1
     if found:
         return found.most_common(1)[0][0]
     return next((address for interface in usable() for address in interface.ipv4), "127.0.0.1")
@@ -96,12 +92,12 @@ class Up:
         problem = foreign(self._folder) if settings.fresh else None
         if problem is not None:
             raise JobError(problem)
-        shelf = _shelf(settings)
+        files = _shared_files(settings)
         wanted = settings.wanted or self._offer.exactly
         self._own = this_device(measure=False)
         if settings.name is not None:
             self._own = replace(self._own, name=settings.name)
-        self._lobby = Lobby(self._offer, settings.take_part, wanted, shelf, self._own.torch.partition("+")[0])
+        self._devices = self._offer.devices(settings.take_part, wanted, files, self._own.torch.partition("+")[0])
         self._stop = StopRequest()
         self._child: Child | None = None
         self._measuring = threading.Thread(target=self._measure, name="speed", daemon=True)
@@ -110,19 +106,19 @@ class Up:
 
     def devices(self) -> list[dict[str, str]]:
         """Return who is there, as rows for people."""
-        return rows(self._own, self._own_state(), self._lobby.guests())
+        return rows(self._own, self._own_state(), self._devices.present())
 
     def start_now(self) -> str:
         """Start with the devices that are ready, as Enter does; return in words what happens."""
         self._started = True
-        return f"training starts on {count(self._lobby.present(), 'device')}"
+        return f"training starts on {count(self._devices.ready(), 'device')}"
 
     def stop_now(self) -> str:
         """Stop as Ctrl-C does; return in words what happens."""
         self._stop.wanted = True
         return "the run is being stopped: all devices finish their step and save a checkpoint"
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Gather devices, train, and return how it ended. Raises HorizonError."""
         settings = self._settings
         with ExitStack() as stack:
@@ -139,16 +135,16 @@ class Up:
                 self._child = Child(file, settings.fresh)
                 stack.callback(self._child.end)
             if not self._gather():
-                self._end(Outcome.STOPPED, "it was stopped before the training began")
-                return Outcome.STOPPED
+                self._end(RunOutcome.STOPPED, "it was stopped before the training began")
+                return RunOutcome.STOPPED
             return self._train()
 
     @contextmanager
     def _serving(self, listener: socket.socket) -> Iterator[None]:
-        """Serve the rendezvous, and the lobby with it, in a thread."""
+        """Serve the rendezvous in a thread."""
         token, over = self._settings.token, threading.Event()
         tls: ssl.SSLContext | None = server_context(token) if token is not None else None
-        service = Service(listener, tls, handlers=self._lobby.handlers())
+        service = Service(listener, tls, roster=self._devices.roster, handlers=self._devices.handlers())
         thread = threading.Thread(target=service.run, args=(over.is_set,), name="rendezvous", daemon=True)
         thread.start()
         try:
@@ -172,18 +168,18 @@ class Up:
 
     def _gather(self) -> bool:
         """Wait for the devices, and return whether training is to start. Raises HorizonError."""
-        wanted, shelf = self._lobby.wanted, self._lobby.shelf
+        wanted, files = self._devices.wanted, self._devices.files
         shown = view(self._own_state())
         shown.say(f"{self._offer.name}: `horizonml join` on other devices lets them take part (port {self._port})")
-        if shelf is not None:
-            left_out = f"; {count(shelf.left_out, 'link')} left out" if shelf.left_out else ""
-            files = count(shelf.files, "file")
-            shown.say(f"{files} of data ({human_bytes(shelf.bytes)}) go to devices that accept them{left_out}")
+        if files is not None:
+            left_out = f"; {count(files.left_out, 'link')} left out" if files.left_out else ""
+            words = f"{count(files.files, 'file')} of data ({human_bytes(files.bytes)})"
+            shown.say(f"{words} go to devices that accept them{left_out}")
         try:
             while not self._stop.wanted:
                 loaded = self._child is None or self._child.loaded
-                present = self._lobby.present() - (not loaded)
-                shown.show(self._own, self._lobby.guests(), _hint(present, wanted))
+                present = self._devices.ready() - (not loaded)
+                shown.show(self._own, self._devices.present(), _hint(present, wanted))
                 self._check_child()
                 if terminal.typed(_LOOK_SECONDS) is not None:
                     self._started = True  # and never False, since the page may set it at any time
@@ -214,7 +210,7 @@ class Up:
         """Raise HorizonError if this device's own process ended before it had a rank."""
         if self._child is None or (code := self._child.poll()) is None:
             return
-        self._end(Outcome.FAILED, "the device that offers the job cannot train it")
+        self._end(RunOutcome.FAILED, "the device that offers the job cannot train it")
         if code == 0:  # it has said why
             sys.stdout.flush()
             raise SystemExit(0)
@@ -227,22 +223,22 @@ class Up:
             note_lineage(self._folder, self._lineage)
         except OSError as error:
             raise JobError(f"cannot write to {self._folder.absolute()}: {error.strerror or error}") from error
-        size = self._lobby.start()
+        size = self._devices.start()
         self._began = time.time()
-        ranked = sorted((guest.rank, guest) for guest in self._lobby.guests() if guest.rank is not None)
+        ranked = {device.rank: device for device in self._devices.present() if device.rank is not None}
         shown.say(f"training starts on {count(size, 'device')}")
-        for rank, guest in ranked:
-            shown.say(f"rank {rank} is {printable(guest.sign.device.name)} ({host_of(guest)})")
+        for rank, device in sorted(ranked.items()):
+            shown.say(f"rank {rank} is {printable(device.beat.device.name)} ({device.host})")
         self._progress = Progress(self._folder, 0)
         if self._child is not None:
-            address = f"{own_address(self._lobby.guests(), self._settings.host)}:{self._port}"
+            address = f"{own_address(self._devices.present(), self._settings.host)}:{self._port}"
             token = self._settings.token
             env = {"RANK": "0", "WORLD_SIZE": str(size), "HORIZONML_RENDEZVOUS": address}
             self._child.begin(env | secret(token) | {NAME: self._own.name})
 
-    def _train(self) -> Outcome:
+    def _train(self) -> RunOutcome:
         """Wait for the end of the training, tell everybody, and return how it ended. Raises HorizonError."""
-        known = {guest.sign.id: printable(guest.sign.device.name) for guest in self._lobby.guests()}
+        known = {device.beat.id: printable(device.beat.device.name) for device in self._devices.present()}
         measured = False
         while not self._stop.wanted:
             self._progress.look()
@@ -255,50 +251,50 @@ class Up:
             if self._child is not None and (code := self._child.poll()) is not None:
                 if code != 0:
                     error = self._child.error()
-                    self._end(Outcome.FAILED, error.splitlines()[0] if error else "")
+                    self._end(RunOutcome.FAILED, error.splitlines()[0] if error else "")
                     raise _failed(error, code)
-                self._end(Outcome.COMPLETE, f"the result is on {self._own.name}")
+                self._end(RunOutcome.COMPLETE, f"the result is on {self._own.name}")
                 print(
                     f"{self._offer.name} is trained to the end: `horizonml report {self._folder}` shows how", flush=True
                 )
-                return Outcome.COMPLETE
+                return RunOutcome.COMPLETE
             if self._child is None and self._all_done():
-                self._end(Outcome.COMPLETE, "the result is on the device that had rank 0")
+                self._end(RunOutcome.COMPLETE, "the result is on the device that had rank 0")
                 print("the devices have trained the job to the end; the results are in their run folders", flush=True)
-                return Outcome.COMPLETE
+                return RunOutcome.COMPLETE
             time.sleep(_LOOK_SECONDS)
-        self._end(Outcome.STOPPED, "it was stopped on the device that started it")
-        return Outcome.STOPPED
+        self._end(RunOutcome.STOPPED, "it was stopped on the device that started it")
+        return RunOutcome.STOPPED
 
     def _tell(self, known: dict[str, str]) -> dict[str, str]:
         """Say who has come and gone, and return who is there."""
-        now = {guest.sign.id: guest for guest in self._lobby.guests()}
-        for id, guest in now.items():
-            name = printable(guest.sign.device.name)
-            if id not in known and guest.rank is not None:
+        now = {device.beat.id: device for device in self._devices.present()}
+        for id, device in now.items():
+            name = printable(device.beat.device.name)
+            if id not in known and device.rank is not None:
                 known[id] = name
-                print(f"{name} joins as rank {guest.rank}", file=sys.stderr, flush=True)
-            if guest.sign.standing is Standing.UNABLE and known.get(id) == name:
-                known[id] = f"{name}, which cannot train ({printable(guest.sign.words)}),"
+                print(f"{name} joins as rank {device.rank}", file=sys.stderr, flush=True)
+            if device.beat.state is DeviceState.UNABLE and known.get(id) == name:
+                known[id] = f"{name}, which cannot train ({printable(device.beat.words)}),"
         for id in known.keys() - now.keys():
             print(f"{known[id]} is gone", file=sys.stderr, flush=True)
         return {id: name for id, name in known.items() if id in now}
 
     def _all_done(self) -> bool:
         """Return whether devices have trained the job to the end, and none is left that still does."""
-        standings = [guest.sign.standing for guest in self._lobby.guests() if guest.rank is not None]
-        return Standing.DONE in standings and Standing.TRAINING not in standings
+        states = [device.beat.state for device in self._devices.present() if device.rank is not None]
+        return DeviceState.DONE in states and DeviceState.TRAINING not in states
 
-    def _end(self, outcome: Outcome, words: str = "") -> None:
+    def _end(self, outcome: RunOutcome, words: str = "") -> None:
         """Tell all devices that it is over, end this device's own rank, and wait a moment for theirs."""
-        self._lobby.end(outcome, printable(words, 180))
+        self._devices.end(outcome, printable(words, 180))
         deadline = time.monotonic() + _TOLD_SECONDS
-        while not self._lobby.all_told() and time.monotonic() < deadline and not self._stop.at_once:
+        while not self._devices.all_told() and time.monotonic() < deadline and not self._stop.at_once:
             time.sleep(0.02)
         if self._child is not None:
             self._child.end(at_once=self._stop.at_once)
         deadline = time.monotonic() + _BYE_SECONDS
-        while self._lobby.guests() and time.monotonic() < deadline and not self._stop.at_once:
+        while self._devices.present() and time.monotonic() < deadline and not self._stop.at_once:
             time.sleep(0.05)  # their ranks still need the service to end in order
 
 
@@ -312,7 +308,7 @@ def _hint(present: int, wanted: int | None) -> str:
     return f"ready: {count(present, 'device')}; {start}"
 
 
-def _shelf(settings: Settings) -> Shelf | None:
+def _shared_files(settings: Settings) -> FileServer | None:
     """Return the data that is shared, if it is to be. Raises HorizonError."""
     where = needed(settings.job)
     if where is not None and settings.take_part and not where.path.exists():
@@ -323,7 +319,7 @@ def _shelf(settings: Settings) -> Shelf | None:
         raise JobError("--share-data: this job's data lies in no file or folder of this device; leave the option out")
     if not where.path.exists():
         raise JobError(f"{where.field}: {where.path} does not exist")
-    return Shelf(where.path)
+    return FileServer(where.path)
 
 
 def _failed(text: str, code: int) -> HorizonError:

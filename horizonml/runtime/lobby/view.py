@@ -1,4 +1,4 @@
-"""Shows who is at a lobby: a live table on a terminal, plain lines elsewhere."""
+"""Shows the devices of a run that gathers: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from horizonml.rendezvous.discovery.device import Device
-from horizonml.runtime.lobby.lobby import Guest
-from horizonml.runtime.lobby.messages import Standing, rate_words
+from horizonml.rendezvous.device_messages import (
+    DeviceInfo,
+    DeviceState,
+)
+from horizonml.rendezvous.devices import Device
 from horizonml.text import human_bytes, printable
 
 
 class View(Protocol):
-    """Shows a lobby."""
+    """Shows the devices of a run."""
 
-    def show(self, own: Device, guests: Sequence[Guest], hint: str) -> None:
+    def show(self, own: DeviceInfo, devices: Sequence[Device], hint: str) -> None:
         """Show who is there now; called again and again."""
 
     def say(self, text: str) -> None:
@@ -30,26 +32,26 @@ class View(Protocol):
         """End the view; what it has shown last stays."""
 
 
-def speed_words(device: Device) -> str:
+def speed_words(device: DeviceInfo) -> str:
     """Return a device's speed for people."""
     return f"{device.gflops:.0f} GFLOP/s" if device.gflops else "-"
 
 
-def model_words(device: Device) -> str:
+def model_words(device: DeviceInfo) -> str:
     """Return what a device is for people: its model, or else its processor."""
     return device.model or device.processor.rpartition(" (")[0] or "-"
 
 
-def device_words(device: Device) -> str:
+def device_words(device: DeviceInfo) -> str:
     """Return what a device is and has, in one line."""
     parts = [model_words(device), f"{device.cores:g} cores", human_bytes(device.memory), device.architecture]
     return printable(", ".join(part for part in [*parts, speed_words(device)] if part not in ("", "-")))
 
 
-def rows(own: Device, own_state: str, guests: Sequence[Guest]) -> list[dict[str, str]]:
+def rows(own: DeviceInfo, own_state: str, devices: Sequence[Device]) -> list[dict[str, str]]:
     """Return what is shown of this device and of those that have come, by heading."""
     entries = [(own, "this device", own_state)]
-    entries += [(guest.sign.device, rate_words(guest.sign.link), _state(guest)) for guest in guests]
+    entries += [(one.beat.device, _link(one), _state(one)) for one in devices]
     return [
         {
             "device": printable(device.name),
@@ -65,10 +67,13 @@ def rows(own: Device, own_state: str, guests: Sequence[Guest]) -> list[dict[str,
     ]
 
 
-def _state(guest: Guest) -> str:
-    """Return a device's state for people."""
-    words = f": {guest.sign.words}" if guest.sign.words else ""
-    return f"{guest.sign.standing}{words}"
+def _state(device: Device) -> str:
+    words = f": {device.beat.words}" if device.beat.words else ""
+    return f"{device.beat.state}{words}"
+
+
+def _link(device: Device) -> str:
+    return str(device.beat.link) if device.beat.link is not None else "-"
 
 
 class LiveTable:
@@ -79,8 +84,8 @@ class LiveTable:
         self._live = Live(console=self._console, refresh_per_second=4, transient=False)
         self._live.start()
 
-    def show(self, own: Device, guests: Sequence[Guest], hint: str) -> None:
-        found = rows(own, self._own_state, guests)
+    def show(self, own: DeviceInfo, devices: Sequence[Device], hint: str) -> None:
+        found = rows(own, self._own_state, devices)
         table = Table(*found[0], box=None, pad_edge=False)
         for row in found:
             table.add_row(*map(Text, row.values()))  # what devices say is text, and never markup
@@ -97,20 +102,20 @@ class Lines:
     """Prints a line whenever a device comes, goes, or changes its state."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[str, Standing]] = {}
+        self._known: dict[str, tuple[str, DeviceState]] = {}
         self._hint = ""
 
-    def show(self, own: Device, guests: Sequence[Guest], hint: str) -> None:
-        here = {guest.sign.id: guest for guest in guests}
-        for id, guest in here.items():
+    def show(self, own: DeviceInfo, devices: Sequence[Device], hint: str) -> None:
+        here = {device.beat.id: device for device in devices}
+        for id, device in here.items():
             before = self._known.get(id)
-            name, standing = printable(guest.sign.device.name), guest.sign.standing
+            name, state = printable(device.beat.device.name), device.beat.state
             if before is None:
-                self.say(f"{name} is here: {device_words(guest.sign.device)}")
-            if standing is not Standing.PREPARING and (before is None or before[1] is not standing):
-                link = f", link {rate_words(guest.sign.link)}" if guest.sign.link is not None else ""
-                self.say(f"{name}: {printable(_state(guest))}{link}")
-            self._known[id] = name, standing
+                self.say(f"{name} is here: {device_words(device.beat.device)}")
+            if state is not DeviceState.PREPARING and (before is None or before[1] is not state):
+                link = f", link {device.beat.link}" if device.beat.link is not None else ""
+                self.say(f"{name}: {printable(_state(device))}{link}")
+            self._known[id] = name, state
         for id in [id for id in self._known if id not in here]:
             self.say(f"{self._known.pop(id)[0]} is gone")
         if hint != self._hint:

@@ -1,4 +1,4 @@
-"""Finds the lobby that this device is to join: by its announcement, or at the address that the user gave.
+"""Finds the run that this device is to join: by its announcement, or at the address that the user gave.
 
 Tells which announced services lead to a run of this device's token, since anyone may announce one.
 """
@@ -11,27 +11,42 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from horizonml import __version__
 from horizonml.errors import JobError, RendezvousError
 from horizonml.machine.network import service_address
 from horizonml.rendezvous.client import Client, ServiceError
-from horizonml.rendezvous.discovery.device import diagnose_peer
+from horizonml.rendezvous.device_messages import (
+    JobOffer,
+)
 from horizonml.rendezvous.discovery.diagnosis import explain_nobody
+from horizonml.rendezvous.discovery.peer import diagnose_peer
 from horizonml.rendezvous.discovery.records import Found
 from horizonml.rendezvous.discovery.service import browse
-from horizonml.runtime.lobby.messages import Place, identifier
+from horizonml.rendezvous.messages import (
+    Nothing,
+)
+from horizonml.rendezvous.wire import fields_of, read
 from horizonml.security.tls import client_context
 from horizonml.security.token import Token
 from horizonml.text import printable
 
-SECONDS = 10.0  # in which a lobby is found, if one is there
+SECONDS = 10.0  # in which a run is found, if one is there
 _MOST_NAMED = 5  # services that are not for this device
 _SETTLE_SECONDS = 0.5  # in which a second one may announce itself, too
 
 
-def at(peer: str) -> Place:
+@dataclass(frozen=True)
+class ServiceAddress:
+    """Where the service of a run is: what it is called, and the addresses to try."""
+
+    name: str
+    hosts: tuple[str, ...]
+    port: int
+
+
+def at(peer: str) -> ServiceAddress:
     """Return the place that the user named as HOST or HOST:PORT. Raises JobError."""
     bare = peer.count(":") > 1 and not peer.startswith("[")  # an address of IPv6 without a port
     text = peer if ":" in peer.rpartition("]")[2] and not bare else f"[{peer.strip('[]')}]:{PORT}"
@@ -39,12 +54,12 @@ def at(peer: str) -> Place:
         host, port = service_address(text)
     except ValueError:
         raise JobError(f"--peer: {peer!r} is not HOST or HOST:PORT, for example 192.168.1.10:{PORT}") from None
-    return Place(host, (host,), port)
+    return ServiceAddress(host, (host,), port)
 
 
 def find(
     token: Token | None, choose: Callable[[Sequence[Found]], Found | None], stop: Callable[[], bool]
-) -> Place | None:
+) -> ServiceAddress | None:
     """Return the lobby to join, or None if `stop` says so.
 
     Announcements prove nothing, so only services count that show the token; where none of those that were announced
@@ -64,7 +79,7 @@ def find(
     if chosen is None:
         names = "; ".join(f"--peer {service.host}:{service.port} for {words(service)}" for service in runs)
         raise RendezvousError(f"there are {len(runs)} runs with this device's token; choose one: {names}")
-    return Place(chosen.name, chosen.addresses or (chosen.host,), chosen.port)
+    return ServiceAddress(chosen.name, chosen.addresses or (chosen.host,), chosen.port)
 
 
 class _Search:
@@ -203,7 +218,7 @@ class Prover:
         """Note which run is at an address, if it is one of this device's."""
         try:
             with closing(Client(address, self._tls, PROOF_SECONDS)) as client:
-                runs[address] = identifier(client.ask({"do": "job"}, PROOF_SECONDS), "run")
+                runs[address] = read(JobOffer, client.ask(fields_of(Nothing(), "job"), PROOF_SECONDS)).run
         except (ServiceError, ValueError):
             return  # it is a stranger's, or no run is there
 

@@ -1,7 +1,9 @@
-"""The lobby's rules, without a network: who is there, who gets which rank, and what is refused."""
+"""The devices that wait for a rank, without a network: who is there, who gets which rank, and what is refused."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,36 @@ import pytest
 from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values
 from horizonml.job.schema import Job
-from horizonml.rendezvous.discovery.device import Device
-from horizonml.rendezvous.server import Peer
-from horizonml.runtime.lobby.accept import accept, confinement, needed
-from horizonml.runtime.lobby.lobby import HOLD_SECONDS, LOST_SECONDS, MOST_DEVICES, Lobby
-from horizonml.runtime.lobby.messages import MOST_CHUNK, Link, News, Outcome, Phase, Sign, Standing
-from horizonml.runtime.lobby.sharing import check_wanted, is_of, lineage_of, note_lineage, offer
+from horizonml.rendezvous.device_messages import (
+    MOST_CHUNK,
+    DeviceBeat,
+    DeviceInfo,
+    DeviceState,
+    JobOffer,
+    LinkRates,
+    Phase,
+    RunOutcome,
+    RunStatus,
+)
+from horizonml.rendezvous.devices import HOLD_SECONDS, LOST_SECONDS, MOST_DEVICES, Devices
+from horizonml.rendezvous.messages import (
+    NumberRequest,
+)
+from horizonml.rendezvous.server import Answer, Peer
+from horizonml.rendezvous.wire import Fields, fields_of, read
+from horizonml.runtime.lobby.offer import (
+    accept,
+    check_wanted,
+    confinement,
+    is_of,
+    lineage_of,
+    needed,
+    note_lineage,
+    offer,
+)
+from tests.rosters import rank
 
-DEVICE = Device(name="pi", cores=4.0, memory=1 << 30, architecture="aarch64", torch="2.13.0+cpu")
+DEVICE = DeviceInfo(name="pi", cores=4.0, memory=1 << 30, architecture="aarch64", torch="2.13.0+cpu")
 LINEAGE = "0" * 32
 
 
@@ -32,157 +56,172 @@ class Clock:
         return self.now
 
 
+def ask(devices: Devices, peer: Peer, do: str, **fields: Any) -> Answer:
+    """What answers a request, as the service reads it."""
+    kind, handler = devices.handlers()[do]
+    return handler(peer, read(kind, fields))
+
+
 class Visitor:
-    """A device as the lobby sees it: a connection, and what it says there."""
+    """A device as others see it: a connection, and what it says there."""
 
-    def __init__(self, lobby: Lobby, number: int, **changes: Any) -> None:
-        self.lobby, self.peer = lobby, Peer(f"10.0.0.{number}:5000")
-        self.sign = Sign(f"{number:032x}", replace(DEVICE, name=f"pi-{number}"), standing=Standing.READY)
-        self.sign = replace(self.sign, **changes)
+    def __init__(self, devices: Devices, number: int, **changes: Any) -> None:
+        self.devices, self.peer = devices, Peer(f"10.0.0.{number}:5000")
+        self.beat = DeviceBeat(f"{number:032x}", replace(DEVICE, name=f"pi-{number}"), DeviceState.READY)
+        self.beat = replace(self.beat, **changes)
 
-    def say(self, **changes: Any) -> News | None:
-        """Give a sign of life, and return the answer unless it is held back."""
-        self.sign = replace(self.sign, **changes)
-        reply = self.lobby.handlers()["device"](self.peer, self.sign.to_json())
-        return News.from_json(reply) if reply is not None else None
+    def asks(self, **changes: Any) -> Callable[[], RunStatus | None]:
+        """Give a heartbeat, and return what asks for the answer, which may be held back."""
+        self.beat = replace(self.beat, **changes)
+        answer = ask(self.devices, self.peer, "device", **fields_of(self.beat))
 
-    def told(self, **changes: Any) -> News:
-        """Give a sign of life that is answered at once."""
-        news = self.say(knows=None, **changes)
-        assert news is not None
-        return news
+        def status() -> RunStatus | None:
+            found: Fields | None = answer()
+            return read(RunStatus, found) if found is not None else None
+
+        return status
+
+    def told(self, **changes: Any) -> RunStatus:
+        """Give a heartbeat that is answered at once."""
+        status = self.asks(knows=None, **changes)()
+        assert status is not None
+        return status
 
 
 def job(**values: Any) -> Job:
     return from_values({"name": "test", **values}, "the test's job")
 
 
-def lobby(clock: Clock | None = None, **changes: Any) -> Lobby:
-    offered = offer(changes.pop("job", job()), LINEAGE)
-    return Lobby(offered, clock=clock or Clock(), torch="2.13.0", **changes)
+def gathering(clock: Clock | None = None, **changes: Any) -> Devices:
+    found = offer(changes.pop("job", job()), LINEAGE).devices(torch="2.13.0", **changes)
+    found.clock = clock or Clock()
+    return found
 
 
 def test_devices_get_the_ranks_in_the_order_in_which_they_came() -> None:
-    hall = lobby()
-    first, second = Visitor(hall, 1), Visitor(hall, 2)
+    run = gathering()
+    first, second = Visitor(run, 1), Visitor(run, 2)
     assert first.told().position == 2  # after the device of `up`
     assert second.told() == replace(first.told(), position=3, count=3)
-    assert hall.present() == 3
-    assert hall.start() == 3
+    assert run.ready() == 3
+    assert run.start() == 3
     assert [visitor.told().rank for visitor in (second, first)] == [2, 1]
-    news = first.told()
-    assert (news.phase, news.world_size) == (Phase.STARTED, 3)
+    status = first.told()
+    assert (status.phase, status.world_size) == (Phase.STARTED, 3)
 
 
 def test_without_the_device_of_up_the_first_that_came_has_rank_0() -> None:
-    hall = lobby(take_part=False)
-    first = Visitor(hall, 1)
-    assert (first.told().position, first.told().count, hall.present()) == (1, 1, 1)
-    assert hall.start() == 1
+    run = gathering(take_part=False)
+    first = Visitor(run, 1)
+    assert (first.told().position, first.told().count, run.ready()) == (1, 1, 1)
+    assert run.start() == 1
     assert first.told().rank == 0
 
 
 def test_who_prepares_is_not_counted_and_gets_its_rank_when_it_is_ready() -> None:
-    hall = lobby()
-    slow, fast = Visitor(hall, 1, standing=Standing.PREPARING), Visitor(hall, 2)
+    run = gathering()
+    slow, fast = Visitor(run, 1, state=DeviceState.PREPARING), Visitor(run, 2)
     slow.told()
     fast.told()
-    assert hall.present() == 2
-    assert hall.start() == 2
+    assert run.ready() == 2
+    assert run.start() == 2
     assert slow.told().rank is None
     assert fast.told().rank == 1
-    late = slow.told(standing=Standing.READY)
+    late = slow.told(state=DeviceState.READY)
     assert (late.rank, late.world_size) == (2, 2)
 
 
-def test_an_answer_without_news_is_held_back_for_a_while_and_news_come_at_once() -> None:
+def test_an_answer_is_held_back_for_a_while_unless_something_has_changed() -> None:
     clock = Clock()
-    hall = lobby(clock)
-    visitor = Visitor(hall, 1)
-    assert visitor.say() is not None  # the first answer
-    assert visitor.say(knows=Phase.WAITING) is None
+    run = gathering(clock)
+    visitor = Visitor(run, 1)
+    assert visitor.asks()() is not None  # the first answer
+    status = visitor.asks(knows=Phase.WAITING)
+    assert status() is None
     clock.now = 0.9 * HOLD_SECONDS
-    assert visitor.say() is None
+    assert status() is None
     clock.now = 1.1 * HOLD_SECONDS
-    assert visitor.say() is not None
-    assert visitor.say() is None
-    hall.start()
-    begun = visitor.say()
+    assert status() is not None
+    status = visitor.asks()
+    assert status() is None
+    run.start()
+    begun = status()
     assert begun is not None
     assert begun.rank == 1
-    assert visitor.say(knows=Phase.STARTED) is not None, "it has not begun yet"
-    assert visitor.say(standing=Standing.TRAINING) is None
-    hall.end(Outcome.COMPLETE)
-    over = visitor.say()
+    assert visitor.asks(knows=Phase.STARTED)() is not None, "it has not begun yet"
+    status = visitor.asks(state=DeviceState.TRAINING)
+    assert status() is None
+    run.end(RunOutcome.COMPLETE)
+    over = status()
     assert over is not None
-    assert over.outcome is Outcome.COMPLETE
-    assert hall.all_told()
+    assert over.outcome is RunOutcome.COMPLETE
+    assert run.all_told()
 
 
 def test_a_device_that_is_silent_is_gone_and_its_number_is_given_again_only_later() -> None:
     clock = Clock()
-    hall = lobby(clock)
-    first, second = Visitor(hall, 1), Visitor(hall, 2)
+    run = gathering(clock)
+    first, second = Visitor(run, 1), Visitor(run, 2)
     first.told()
     clock.now = LOST_SECONDS + 0.1
     second.told()
-    assert [guest.sign.device.name for guest in hall.guests()] == ["pi-2"]
-    assert hall.start() == 2
+    assert [one.beat.device.name for one in run.present()] == ["pi-2"]
+    assert run.start() == 2
     assert second.told().rank == 1
-    third = Visitor(hall, 3)
+    third = Visitor(run, 3)
     assert third.told().rank == 2
     clock.now += LOST_SECONDS + 0.1
-    second.told(standing=Standing.TRAINING)
-    assert len(hall.guests()) == 1
-    assert Visitor(hall, 4).told().rank == 3, "rank 2 may still be on its way"
+    second.told(state=DeviceState.TRAINING)
+    assert len(run.present()) == 1
+    assert Visitor(run, 4).told().rank == 3, "rank 2 may still be on its way"
     clock.now += 20.0
     second.told()
-    assert Visitor(hall, 5).told().rank == 2
+    assert Visitor(run, 5).told().rank == 2
 
 
 def test_a_device_that_was_away_while_it_trained_keeps_its_rank() -> None:
     clock = Clock()
-    hall = lobby(clock)
-    visitor = Visitor(hall, 1)
+    run = gathering(clock)
+    visitor = Visitor(run, 1)
     visitor.told()
-    hall.start()
-    news = visitor.told()
+    run.start()
+    status = visitor.told()
     clock.now = 60.0
-    Visitor(hall, 2).told(standing=Standing.PREPARING)  # which is when those who are gone are forgotten
-    back = Visitor(hall, 1)
-    assert back.told(standing=Standing.TRAINING, run=news.run, rank=1).rank == 1
-    other = Visitor(hall, 3)
-    assert other.told(standing=Standing.TRAINING, run=news.run, rank=1).rank is None, "that rank is another's"
-    assert Visitor(hall, 4).told(standing=Standing.TRAINING, run="f" * 32, rank=7).rank is None, "another run's rank"
+    Visitor(run, 2).told(state=DeviceState.PREPARING)  # which is when those who are gone are forgotten
+    back = Visitor(run, 1)
+    assert back.told(state=DeviceState.TRAINING, run=status.run, rank=1).rank == 1
+    other = Visitor(run, 3)
+    assert other.told(state=DeviceState.TRAINING, run=status.run, rank=1).rank is None, "that rank is another's"
+    assert Visitor(run, 4).told(state=DeviceState.TRAINING, run="f" * 32, rank=7).rank is None, "another run's rank"
 
 
 def test_who_is_ready_for_an_earlier_run_is_not_ready_for_this_one() -> None:
-    hall = lobby()
-    visitor = Visitor(hall, 1, run="f" * 32)
+    run = gathering()
+    visitor = Visitor(run, 1, run="f" * 32)
     visitor.told()
-    assert hall.present() == 1
-    assert hall.start() == 1
+    assert run.ready() == 1
+    assert run.start() == 1
     assert visitor.told().rank is None
-    assert visitor.told(run=hall.run).rank == 1
+    assert visitor.told(run=run.run).rank == 1
 
 
 def test_a_device_that_has_left_may_come_back() -> None:
-    hall = lobby()
-    visitor = Visitor(hall, 1)
+    run = gathering()
+    visitor = Visitor(run, 1)
     visitor.told()
-    visitor.told(standing=Standing.LEAVING)
-    assert hall.guests() == []
-    assert hall.start() == 1
-    assert visitor.told(standing=Standing.READY).rank == 1
+    visitor.told(state=DeviceState.LEAVING)
+    assert run.present() == []
+    assert run.start() == 1
+    assert visitor.told(state=DeviceState.READY).rank == 1
 
 
 def test_the_newest_connection_speaks_for_a_device_and_no_connection_for_two() -> None:
-    hall = lobby()
-    before = Visitor(hall, 1)
+    run = gathering()
+    before = Visitor(run, 1)
     before.told()
-    after = Visitor(hall, 1)
+    after = Visitor(run, 1)
     after.told()
-    assert len(hall.guests()) == 1
+    assert len(run.present()) == 1
     with pytest.raises(ValueError, match="another connection speaks for this device"):
         before.told()
     with pytest.raises(ValueError, match="this connection speaks for another device"):
@@ -190,19 +229,19 @@ def test_the_newest_connection_speaks_for_a_device_and_no_connection_for_two() -
 
 
 def test_another_version_of_pytorch_is_refused_in_words() -> None:
-    hall = lobby()
-    news = Visitor(hall, 1).told(device=replace(DEVICE, torch="2.10.0"))
-    assert news.refused
-    assert news.words == "it has PyTorch 2.10.0, and the others have 2.13.0; install that one"
-    assert hall.guests() == []
+    run = gathering()
+    status = Visitor(run, 1).told(device=replace(DEVICE, torch="2.10.0"))
+    assert status.refused
+    assert status.words == "it has PyTorch 2.10.0, and the others have 2.13.0; install that one"
+    assert run.present() == []
 
 
-def test_no_more_devices_get_in_than_a_lobby_or_a_job_takes() -> None:
-    hall = lobby(job=job(parallel={"strategy": "ddp", "max_workers": 3}))
-    visitors = [Visitor(hall, number) for number in range(MOST_DEVICES)]
+def test_no_more_devices_get_in_than_a_run_or_a_job_takes() -> None:
+    run = gathering(job=job(parallel={"strategy": "ddp", "max_workers": 3}))
+    visitors = [Visitor(run, number) for number in range(MOST_DEVICES)]
     assert not any(visitor.told().refused for visitor in visitors)
-    assert Visitor(hall, 1000).told().refused
-    assert hall.start() == 3
+    assert Visitor(run, 1000).told().refused
+    assert run.start() == 3
     assert [visitor.told().rank for visitor in visitors[:4]] == [1, 2, None, None]
     assert "at most 3 devices (parallel.max_workers)" in visitors[3].told().words
 
@@ -212,13 +251,13 @@ def test_no_more_devices_get_in_than_a_lobby_or_a_job_takes() -> None:
     [
         ("id", "x" * 32, "32 hexadecimal characters"),
         ("id", None, "32 hexadecimal characters"),
-        ("device", {}, "name must be"),
-        ("device", "pi", "a device must be an object"),
+        ("device", {}, "device.name must be"),
+        ("device", "pi", "device must be an object"),
         ("device", asdict(DEVICE) | {"memory": -1}, "memory must be"),
         ("device", asdict(DEVICE) | {"cores": float("nan")}, "cores must be"),
         ("device", asdict(DEVICE) | {"name": "\x1b[2Jpi"}, "name must be"),
-        ("standing", "idle", "standing must be one of"),
-        ("words", "x" * 201, "at most 200 characters"),
+        ("state", "idle", "state must be one of"),
+        ("words", "x" * 201, "at most 200 printable characters"),
         ("words", "two\nlines", "words must be"),
         ("link", {"sent": float("inf"), "received": 1.0, "seconds": 1.0}, "sent must be"),
         ("knows", "all", "knows must be one of"),
@@ -228,27 +267,44 @@ def test_no_more_devices_get_in_than_a_lobby_or_a_job_takes() -> None:
 def test_what_a_device_says_is_checked_and_changes_nothing_if_it_is_wrong(
     field: str, value: object, words: str
 ) -> None:
-    hall = lobby()
-    request = Visitor(hall, 1).sign.to_json() | {field: value}
+    run = gathering()
+    request = fields_of(Visitor(run, 1).beat) | {field: value}
     with pytest.raises(ValueError, match=words):
-        hall.handlers()["device"](Peer("10.0.0.1:1"), request)
-    assert hall.guests() == []
+        ask(run, Peer("10.0.0.1:1"), "device", **request)
+    assert run.present() == []
 
 
 def test_echoes_are_bounded() -> None:
-    echo = lobby().handlers()["echo"]
-    peer = Peer("10.0.0.1:1")
-    assert echo(peer, {"payload": "x" * MOST_CHUNK, "back": 10}) == {"payload": "0" * 10}
+    run, peer = gathering(), Peer("10.0.0.1:1")
+    assert ask(run, peer, "echo", payload="x" * MOST_CHUNK, back=10)() == {"payload": "0" * 10}
     for request in ({"payload": "x" * (3 * MOST_CHUNK)}, {"back": 3 * MOST_CHUNK}, {"back": True}, {"payload": 1}):
         with pytest.raises(ValueError, match="must be"):
-            echo(peer, request)
+            ask(run, peer, "echo", **request)
 
 
-def test_signs_and_news_travel_whole() -> None:
-    sign = Sign("a" * 32, DEVICE, Standing.TRAINING, "words", Link(1.0, 2.0, 3.0), Phase.STARTED, "b" * 32, 4)
-    assert Sign.from_json(sign.to_json()) == sign
-    news = News("a" * 32, Phase.OVER, "job", 1, 2, 3, 4, 5, Outcome.FAILED, "words", True)
-    assert News.from_json(news.to_json()) == news
+def test_what_devices_say_and_are_answered_travels_whole() -> None:
+    link, words = LinkRates(1.0, 2.0, 3.0), "words"
+    beat = DeviceBeat("a" * 32, DEVICE, DeviceState.TRAINING, words, link, Phase.STARTED, "b" * 32, 4)
+    status = RunStatus("a" * 32, Phase.OVER, "job", 1, 2, 3, 4, 5, RunOutcome.FAILED, words, True)
+    for message in (beat, status, JobOffer("name: x", "x", LINEAGE, "b" * 32, True)):
+        assert read(type(message), json.loads(json.dumps(fields_of(message)))) == message
+
+
+def test_a_rank_that_joins_by_itself_and_a_device_never_get_one_number() -> None:
+    clock = Clock()
+    run = gathering(clock)
+    device, late = Visitor(run, 1), Visitor(run, 2, state=DeviceState.PREPARING)
+    device.told()
+    assert run.start() == 2
+    own = NumberRequest("pi", 7, run.digest, 2, run.most)  # of `horizonml train --join`
+    given = run.roster.give_number(own, 0.0)
+    assert given is not None
+    assert given.rank == 2
+    assert device.told().rank == 1
+    late.told()
+    assert late.told(state=DeviceState.READY).rank == 3
+    run.roster.join(9, rank(4, 8, digest=run.digest), 0.0)  # with a number of its own
+    assert Visitor(run, 3).told().rank == 5
 
 
 def test_an_offer_leaves_the_world_open() -> None:
@@ -309,7 +365,7 @@ def test_no_rank_writes_elsewhere_for_a_job_from_elsewhere_and_all_train_the_sam
     assert taken.digest() == offered.job.digest()
 
 
-def test_a_rank_may_fetch_from_the_lobbys_private_address_but_from_no_loopback_address() -> None:
+def test_a_rank_may_fetch_from_the_private_address_of_its_run_but_from_no_loopback_address() -> None:
     assert confinement("10.1.2.3:29400", allow_code=True) == {"HORIZONML_FETCH_FROM": "10.1.2.3"}
     assert confinement("[fd00::1]:29400", allow_code=True) == {"HORIZONML_FETCH_FROM": "fd00::1"}
     assert confinement("127.0.0.1:29400", allow_code=True) == {"HORIZONML_FETCH_FROM": ""}

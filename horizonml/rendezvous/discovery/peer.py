@@ -1,0 +1,145 @@
+"""Says in a sentence why a service at a known address (`horizonml join --peer HOST`) cannot be used."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import ssl
+
+from horizonml import __version__
+from horizonml.machine.network import route_to
+from horizonml.rendezvous.client import Client, ServiceError, ServiceRefuses
+from horizonml.security.tls import client_context, is_of_a_token
+from horizonml.security.token import TOKEN, Token
+
+_NO_ROUTE = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.EINVAL}
+
+
+def diagnose_peer(
+    host: str, port: int, token: Token | None, version: str = __version__, seconds: float = 5.0
+) -> str | None:
+    """Return why the service at an address cannot be used, as one or two sentences, or None if it can be.
+
+    It tries one thing after the other (the name, the route, the port, the token, the protocol) within some seconds.
+    """
+    problem = _unreachable(host, port) or _closed(host, port, seconds)
+    if problem is not None:
+        return problem
+    place = f"{host}:{port}"
+    try:
+        client = Client((host, port), None if token is None else client_context(token), seconds)
+    except ServiceError as error:
+        if isinstance(error.__cause__, ServiceRefuses):
+            return f"{place} refuses this device: {error.__cause__}."
+        return _misunderstood(host, port, token, seconds, error) or f"{place} cannot be used: {str(error).rstrip('?')}."
+    client.close()
+    if client.version != version:
+        return (
+            f"{place} runs HorizonML {client.version}, and this device runs {version}: install the same version on "
+            "both."
+        )
+    return None
+
+
+def _unreachable(host: str, port: int) -> str | None:
+    """Return why this device knows no way to a host, or None if it knows one."""
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        if _is_address(host):
+            return f"{host} is an address that this device cannot use: it has no network of that kind."
+        advice = "give its address instead, which `ip address` or `hostname -I` shows there"
+        if host.endswith(".local") or "." not in host:
+            return (
+                f"The name {host} does not resolve on this device, as names on a local network often do not: {advice}."
+            )
+        return f"The name {host} does not resolve: check the spelling, or {advice}."
+    try:
+        route_to(host, port)
+    except OSError as error:
+        if error.errno in _NO_ROUTE:
+            return f"This device has no route to {host}: connect both to one network."
+    return None
+
+
+def _closed(host: str, port: int, seconds: float) -> str | None:
+    """Return why no connection to a port can be made, or None if one can."""
+    try:
+        socket.create_connection((host, port), timeout=seconds).close()
+    except TimeoutError:
+        return (
+            f"{host} does not answer on port {port}: it is off, has another address by now, or a firewall drops what "
+            f"is sent there; let in TCP ports {port} and {port + 1} on it."
+        )
+    except ConnectionRefusedError:
+        return (
+            f"{host} is there, but nothing listens on port {port}: check that `horizonml up JOB` runs on it, and "
+            "on which port."
+        )
+    except OSError as error:
+        if error.errno in _NO_ROUTE:
+            return (
+                f"Nobody on the network answers for {host} ({_words(error)}): it is off or has another address by now, "
+                "or a firewall rejects what is sent there."
+            )
+        return f"No connection to {host}:{port} can be made: {_words(error)}."
+    return None
+
+
+def _misunderstood(host: str, port: int, token: Token | None, seconds: float, error: ServiceError) -> str | None:
+    """Return why a service that can be reached cannot be understood, or None if that is not clear."""
+    place = f"{host}:{port}"
+    encrypts = _encrypts(host, port, seconds)
+    if encrypts is False:
+        return f"{place} encrypts, but is not a service of HorizonML: check which port the service has."
+    if encrypts and token is None:
+        return (
+            f"{place} has a token, and this device has none: copy the file ~/.config/horizonml/token from there, or "
+            f"set ${TOKEN}."
+        )
+    if encrypts and token is not None:
+        if not isinstance(error.__cause__, ssl.SSLError):
+            return None  # it is not for the token
+        return (
+            f"{place} has another token than this device ({token.id}): if it is yours, copy its file "
+            "~/.config/horizonml/token to this device."
+        )
+    if token is None:
+        return None
+    try:
+        Client((host, port), None, seconds).close()
+    except ServiceError:
+        return f"{place} is not a service of HorizonML: check which port the service has."
+    return (
+        f"{place} has no token (--insecure), and this device has one: run `horizonml token` there, and start the "
+        "service again."
+    )
+
+
+def _encrypts(host: str, port: int, seconds: float) -> bool | None:
+    """Return whether a service shows the certificate of a token, False if it shows another, None if it shows none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent; only who is there is looked at
+    try:
+        with (
+            socket.create_connection((host, port), timeout=seconds) as plain,
+            context.wrap_socket(plain) as connection,
+        ):
+            shown = connection.getpeercert(binary_form=True)
+    except OSError:
+        return None
+    return shown is not None and is_of_a_token(shown)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _words(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
