@@ -22,8 +22,6 @@ Link = frozenset[str]  # the two machines, each as its `host_id`
 
 @dataclass
 class _State:
-    """What is known of a link that failed lately."""
-
     failures: int = 0
     failed: float = 0.0
     until: float = 0.0  # the link is not used before, however well it works

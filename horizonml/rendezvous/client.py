@@ -155,7 +155,6 @@ class Client:
             self._socket = None
 
     def _exchange(self, connection: socket.socket, request: bytes, seconds: float) -> Fields:
-        """Send a request and return the answer. Raises OSError, ValueError and ServiceError."""
         until = time.monotonic() + seconds
         connection.settimeout(max(0.001, seconds))
         connection.sendall(request)

@@ -169,7 +169,6 @@ class Devices:
         return answer
 
     def _refusal(self, beat: DeviceBeat, now: float) -> str | None:
-        """Return why a device cannot take part, or None if it can."""
         theirs = beat.device.horizonml
         if theirs and theirs != __version__:
             return f"it has HorizonML {theirs}, and the others have {__version__}; install the same version"
@@ -201,7 +200,6 @@ class Devices:
         return device
 
     def _give_number(self, device: Device) -> None:
-        """Give a device a rank, if one is left."""
         self._forget(self.clock())
         request, now = NumberRequest(device.beat.id, 1, self.digest, self.world_size or 1, self.most), self.clock()
         with suppress(ValueError):
@@ -210,12 +208,10 @@ class Devices:
                 device.rank = given.rank
 
     def _forget(self, now: float) -> None:
-        """Drop devices that are gone."""
         for id in [id for id, device in self._devices.items() if device.gone(now)]:
             del self._devices[id]
 
     def _status(self, device: Device) -> RunStatus:
-        """Return what a device is told."""
         there, started = self.present(), self.phase is Phase.STARTED
         full = started and device.rank is None and device.beat.state is DeviceState.READY
         most = f"the run takes at most {count(self.most, 'device')} (parallel.max_workers), and all are taken"

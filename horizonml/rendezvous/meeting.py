@@ -175,7 +175,8 @@ class _Meeting:
         number, own, membership = secrets.randbits(62), self._fingerprint(), None
         try:
             client.ask(fields_of(Join(number, own), "join"), _ANSWER_SECONDS)
-            membership = self._wait(client, number, own)
+            with closing(_Links()) as links:
+                membership = self._wait(links, client, number, own)
             return membership
         except ServiceRefuses as error:
             raise RendezvousError(f"refused: the rendezvous service cannot read its join: {error}") from error
@@ -185,13 +186,11 @@ class _Meeting:
             if membership is None:
                 client.close()
 
-    def _wait(self, client: Client, number: int, own: Fingerprint) -> Membership:
-        """Wait for the verdict on this rank's join. Raises RendezvousError, JobComplete, Cancelled, ServiceError."""
-        with closing(_Links()) as links:
-            return self._wait_with(links, client, number, own)
+    def _wait(self, links: _Links, client: Client, number: int, own: Fingerprint) -> Membership:
+        """Wait for the verdict on this rank's join, and tell the service when broken links work again.
 
-    def _wait_with(self, links: _Links, client: Client, number: int, own: Fingerprint) -> Membership:
-        """Wait for the verdict, and say to the service when links work again; see `_wait`."""
+        Raises RendezvousError, JobComplete, Cancelled, ServiceError and ValueError.
+        """
         reminder, missing, waiting_for, beats = _Reminder(self.observer), None, "", 0
         withdrawn, asked = None, False
         while True:
@@ -316,12 +315,10 @@ def connect(
 
 
 def _held_in_words(held: HeldBack) -> str:
-    """Return why a rank is not taken in for now."""
     return f"{held.reason}; {held.left:.0f} s are left" if held.left else held.reason
 
 
 def _in_words(status: GroupStatus) -> str:
-    """Return what a rank waits for, for people."""
     own = next((one for one in status.held if one.own), None)
     if own is not None:
         return _held_in_words(own)

@@ -163,7 +163,6 @@ def short_of(party: Members, members: Members, newest: NewestGeneration, settled
 
 
 def _short_of_first(party: Members, settled: float, now: float) -> str | None:
-    """Return why a party may not begin."""
     one, count = next(iter(party.values())).fingerprint, len(party)
     if count < one.world_size:
         absent = sorted(set(range(one.world_size)) - ranks_of(party))[: one.world_size - count]
@@ -202,7 +201,6 @@ def _short_of_next(party: Members, last: int, newest: NewestGeneration, now: flo
 
 
 def _listed(ranks: Iterable[int], most: int = 20) -> str:
-    """Return ranks for people."""
     found = sorted(ranks)
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(map(str, found[:most])) + more

@@ -104,7 +104,6 @@ class Heartbeat(threading.Thread):
         self._contact.close()
 
     def _act(self, answer: BeatAnswer) -> None:
-        """Do what follows from what the service says."""
         if self._lead:
             self.newcomers = list(answer.status.newcomers)
             for held in answer.status.held:
@@ -119,7 +118,6 @@ class Heartbeat(threading.Thread):
                     self._contact.ask(fields_of(self._resume, "resume"))
 
     def _tell(self, ended: Ended) -> None:
-        """Let everyone know who has asked to."""
         with self._telling:
             if self.stop.is_set() or self.ended is not None:
                 return
@@ -332,5 +330,4 @@ def take_place(
 
 
 def _place(member: Fingerprint) -> str:
-    """Return a rank and its machine, for people."""
     return f"rank {member.rank} on {member.hostname}"

@@ -121,7 +121,6 @@ def _stranger(one: Fingerprint, others: list[Fingerprint]) -> bool:
 
 
 def _clash(older: Fingerprint, newer: Fingerprint) -> str:
-    """Return in words why two processes cannot be the same rank."""
     return (
         f"rank {newer.rank} is there twice: {older.place} and {newer.place}; "
         "give every process its own rank, or end the one that is left over"
@@ -132,7 +131,6 @@ def _clash(older: Fingerprint, newer: Fingerprint) -> str:
 
 
 def _replaced(successor: Fingerprint, stale: Fingerprint) -> str:
-    """Return in words why a process that its group has lost cannot come back."""
     return (
         f"rank {stale.rank} ({stale.place}) comes from generation {stale.generation}, which has lost it, and "
         f"{successor.place} has replaced it meanwhile; end the process that is left over"
@@ -152,8 +150,6 @@ Process = tuple[str, int]
 
 @dataclass
 class _History:
-    """What is known of the processes that were one rank of a job."""
-
     process: Process
     first_joined: float
     died: bool = False

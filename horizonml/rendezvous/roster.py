@@ -291,7 +291,6 @@ class Roster:
         return self._refusals.lately(now)
 
     def _check(self, number: int) -> None:
-        """Raise ValueError unless there is room for a join of this number."""
         if number in self._members:
             raise ValueError("its join has another's number")
         if len(self._members) >= _MOST_JOINS:
@@ -412,20 +411,17 @@ class Roster:
         self._end(str(lost), [lost], now)
 
     def _fence(self, number: int, farewell: Farewell) -> None:
-        """Remember that a join was declared lost."""
         self._fenced[number] = None
         if len(self._fenced) > _MOST_FENCED:
             del self._fenced[next(iter(self._fenced))]
         self._farewells[number] = farewell
 
     def _end(self, reason: str, lost: Iterable[Lost], now: float) -> None:
-        """Declare the newest generation over, or add to whom it has lost."""
         before = self._newest.ended
         if (ended := self._newest.end(reason, lost, now)) != before:
             self._endings[self.generation] = ended
 
     def _short(self, party: Members, now: float) -> str | None:
-        """Return why a party may not form a group yet, in words, or None if it may."""
         return short_of(party, self._members, self._newest, self._settled, now)
 
     def _form(self, party: Members, now: float) -> Formed:

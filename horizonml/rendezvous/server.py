@@ -158,7 +158,6 @@ class Server:
         return client is not None
 
     def _go_on(self, client: _Client) -> None:
-        """Go on with a client that can be read from or written to."""
         try:
             if client.shaking:
                 client.socket.do_handshake()  # type: ignore[attr-defined]
@@ -186,7 +185,6 @@ class Server:
             self._drop(client)
 
     def _take(self, client: _Client, received: bytes) -> None:
-        """Take in some bytes, and answer if a request is complete."""
         if not client.request:
             client.deadline = min(client.deadline, time.monotonic() + _REQUEST_SECONDS)
         client.request += received
@@ -218,12 +216,10 @@ class Server:
         self._ask(client, lambda: self._begin(client, fields))
 
     def _begin(self, client: _Client, fields: Fields) -> Fields | None:
-        """Let the handler read a request."""
         client.waiting = self._handler(client.peer, fields)
         return client.waiting()
 
     def _ask(self, client: _Client, give: Answer) -> None:
-        """Answer a request if there is an answer by now."""
         try:
             answer = give()
         except ValueError as error:
@@ -238,13 +234,11 @@ class Server:
         self._answer(client, answer)
 
     def _refuse(self, client: _Client, reason: str) -> None:
-        """Refuse a request, and end the connection with the answer."""
         self._tell(client.peer, reason)
         client.last = True
         self._answer(client, {"error": printable(reason, 2000)})
 
     def _answer(self, client: _Client, fields: Fields) -> None:
-        """Begin to write an answer."""
         answer = encode(fields)
         if len(answer) > _SMALL and self._is_full():
             self._drop(client, "other answers take all the room")
@@ -260,7 +254,6 @@ class Server:
             self._drop(client)
 
     def _write(self, client: _Client) -> None:
-        """Write what fits of the answer."""
         while client.answer:
             client.answer = client.answer[client.socket.send(client.answer) :]
         client.answer, client.size = memoryview(b""), 0  # lets go of it
@@ -275,7 +268,6 @@ class Server:
         return sum(one.pending for one in self._clients) > _MOST_PENDING
 
     def _want(self, client: _Client, events: int) -> None:
-        """Look for these events of a client's socket."""
         if client in self._clients and client.events != events:
             client.events = events
             self._selector.modify(client.socket, events, client)

@@ -170,7 +170,6 @@ class Service:
             self._server.close()
 
     def _handle(self, peer: Peer, fields: Fields) -> Answer:
-        """Answer a request. Raises ValueError."""
         found = self._handlers.get(str(fields.get("do")))
         if found is None:
             raise ValueError(f"the service knows no request {str(fields.get('do'))[:40]!r}")
@@ -217,7 +216,6 @@ class Service:
         return at_once()
 
     def _bind(self, peer: Peer, number: int) -> None:
-        """Let a connection speak for a join."""
         peer.state["join"], peer.stays, self._changed = number, True, True
 
     def _beat(self, peer: Peer, request: Beat) -> Answer:
@@ -239,14 +237,12 @@ class Service:
         return answer
 
     def _status_of(self, number: int | None) -> GroupStatus:
-        """Return the status for the rank of this join."""
         held = [
             replace(one, own=True) if join == number else replace(one, probe=()) for join, one in self._held.items()
         ]
         return replace(self._status, member=number in self._roster.running(), held=held)
 
     def _ended(self, number: int) -> Ended | None:
-        """Return how the generation of a join has ended, if it has."""
         ended = self._endings.get(self._generation.get(number, 0))
         return replace(ended, evicted=number in self._farewells) if ended is not None else None
 
@@ -345,7 +341,6 @@ class Service:
             _forget(kept_by_generation, _MOST_GENERATIONS)
 
     def _keep(self, verdict: Judgement) -> None:
-        """Keep a verdict for those whom it concerns."""
         for rank, number in enumerate(verdict.joins):
             self._verdicts[number] = verdict
             if isinstance(verdict, Formed):
@@ -354,14 +349,12 @@ class Service:
 
 
 def _verdict_for(number: int, verdict: Judgement) -> Verdict:
-    """Return what the rank of a join is told; nobody learns the others' joins."""
     if isinstance(verdict, Formed):
         return Verdict(verdict.generation, verdict.joins.index(number), verdict.members)
     return Verdict(complete=True) if isinstance(verdict, Complete) else Verdict(refused=verdict.reason)
 
 
 def _own(peer: Peer) -> int:
-    """Return the join that a connection speaks for. Raises ValueError."""
     number = peer.state.get("join")
     if not isinstance(number, int):
         raise ValueError("this connection speaks for no rank; it has to join first")
@@ -369,6 +362,5 @@ def _own(peer: Peer) -> int:
 
 
 def _forget(kept: dict[int, Any], most: int) -> None:
-    """Forget the oldest entries beyond so many."""
     while len(kept) > most:
         del kept[next(iter(kept))]

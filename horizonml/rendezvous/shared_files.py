@@ -84,7 +84,6 @@ class FileServer:
         return Piece(self._read(self._items[request.file], request.start))
 
     def _read(self, item: Item, start: int) -> str:
-        """Return a piece of a file. Raises ValueError if it cannot be read or is not what it was."""
         try:
             with self._paths[item.name].open("rb") as file:
                 if os.fstat(file.fileno()).st_size != item.size:
@@ -95,7 +94,6 @@ class FileServer:
             raise ValueError(f"{item.name} cannot be read: {error.strerror or error}") from None
 
     def _hash(self) -> None:
-        """Hash all files."""
         for name, path in self._paths.items():
             digest, size = hashlib.sha256(), 0
             try:
@@ -115,7 +113,6 @@ class FileServer:
 
 
 def _paths(root: Path) -> dict[str, Path]:
-    """Return the regular files below a folder, or the one file, by their names. Raises DataError."""
     if root.is_file():
         found = {root.name: root}
     else:
@@ -259,7 +256,6 @@ def _added_to(done: Callable[[int], None], before: int) -> Callable[[int], None]
 
 
 def _root(target: Path, found: Listing) -> Path:
-    """Return the folder with the files, or the file if it is only one."""
     return target / found.items[0].name if found.single else target
 
 
@@ -294,7 +290,6 @@ def _fetch_one(ask: Ask, number: int, item: Item, path: Path, done: Callable[[in
 
 
 def _intact(path: Path, item: Item) -> bool:
-    """Return whether a file was fetched before."""
     if path.is_symlink() or not path.is_file() or path.stat().st_size != item.size:
         return False
     with path.open("rb") as file:
@@ -302,7 +297,6 @@ def _intact(path: Path, item: Item) -> bool:
 
 
 def _item(value: object) -> Item:
-    """Return an entry of a list. Raises ValueError."""
     if not isinstance(value, list) or len(value) != 3:
         raise ValueError("an entry of its list is not that of a file")
     name, size, digest = value

@@ -40,7 +40,7 @@ EXPLAIN = (
 )
 PEER = """
 import sys
-from horizonml.rendezvous.discovery.peer import diagnose_peer
+from horizonml.rendezvous.discovery.diagnosis import diagnose_peer
 print(diagnose_peer(sys.argv[1], 29400, None, seconds=2.0))
 """
 # What a stranger can say: junk, nonsense, addresses elsewhere, too many services, names that paint the terminal.

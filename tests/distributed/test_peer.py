@@ -12,8 +12,7 @@ import pytest
 
 from horizonml.rendezvous import wire
 from horizonml.rendezvous.client import Client
-from horizonml.rendezvous.discovery.diagnosis import explain_clocks
-from horizonml.rendezvous.discovery.peer import diagnose_peer
+from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_clocks
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token, make_token

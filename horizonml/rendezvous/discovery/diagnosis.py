@@ -1,12 +1,16 @@
 """Says in sentences why a device finds no other that it could train with, and what to do about it.
 
-It also finds out whether a firewall on this machine keeps devices from finding or reaching each other.
+Says the same of a service at a known address (`horizonml join --peer HOST`) that cannot be used.
 """
 
 from __future__ import annotations
 
 import datetime
+import errno
+import ipaddress
 import re
+import socket
+import ssl
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,8 +19,13 @@ from pathlib import Path
 
 import psutil
 
+from horizonml import __version__
+from horizonml.machine.network import route_to
+from horizonml.rendezvous.client import Client, ServiceError, ServiceRefuses
 from horizonml.rendezvous.discovery.multicast import Hearing, Interface, choose, interfaces, listen
 from horizonml.rendezvous.discovery.records import Found
+from horizonml.security.tls import client_context, is_of_a_token
+from horizonml.security.token import TOKEN, Token
 from horizonml.text import some
 
 _PORTS_OF_UFW = "`sudo ufw allow 5353/udp && sudo ufw allow 29400:29401/tcp`"
@@ -52,7 +61,6 @@ class Surroundings:
     left_out: tuple[Interface, ...] = ()
     firewalls: tuple[str, ...] = ()
     in_container: bool = False  # with a network of its own
-    clock: float = 2e9  # of this device, in seconds since 1970
 
 
 def look_around(seconds: float = 1.5) -> Surroundings:
@@ -64,7 +72,6 @@ def look_around(seconds: float = 1.5) -> Surroundings:
         left_out=tuple(interface for interface in found if interface not in tried),
         firewalls=find_firewalls(),
         in_container=_in_container(tried),
-        clock=time.time(),
     )
 
 
@@ -87,31 +94,23 @@ def _number(file: Path) -> str | None:
 
 
 def explain_nobody(
-    found: Sequence[Found],
-    token_id: str,
-    version: str,
-    job: str | None = None,
-    surroundings: Surroundings | None = None,
-    clock_ahead: float | None = None,
+    found: Sequence[Found], token_id: str, version: str, surroundings: Surroundings | None = None
 ) -> str:
     """Return why this device has found no service that it can join, in sentences, one on each line.
 
     `found` are those that a browse has found all the same. `token_id` and `version` are this device's, the former empty
-    without a token, and `job` is the job that it wants, if not any. `clock_ahead` says by how many seconds a service's
-    clock is ahead of this one, where that is known. Unless `surroundings` are given, it looks around first, which takes
-    2 s.
+    without a token. Unless `surroundings` are given, it looks around first, which takes 2 s.
     """
-    lines = [_why_not(service, token_id, version, job) for service in found[:_MOST_NAMED]]
+    lines = [_why_not(service, token_id, version) for service in found[:_MOST_NAMED]]
     if len(found) > _MOST_NAMED:
         lines.append(f"There are {len(found) - _MOST_NAMED} more services that this device cannot join.")
     if not found:
         lines += _silence(look_around() if surroundings is None else surroundings)
-    clocks = explain_clocks(clock_ahead, None if surroundings is None else surroundings.clock)
+    clocks = explain_clocks(None)
     return "\n".join([*lines, *([clocks] if clocks is not None else [])])
 
 
-def _why_not(service: Found, token_id: str, version: str, job: str | None) -> str:
-    """Return why this device cannot join a service."""
+def _why_not(service: Found, token_id: str, version: str) -> str:
     place = f"{service.name} at {service.host}:{service.port}"
     if service.token_id != token_id:
         if not token_id:
@@ -130,8 +129,6 @@ def _why_not(service: Found, token_id: str, version: str, job: str | None) -> st
             f"{place} runs HorizonML {service.version or 'of an unknown version'}, and this device {version}: install "
             "the same version on both."
         )
-    if job is not None and service.job != job:
-        return f"{place} trains the job {service.job!r}, and this device was told to join {job!r}."
     return (
         f"{place} has this device's token and version but did not let it join: a firewall there may close port "
         f"{service.port}, or what announced it has ended."
@@ -139,7 +136,6 @@ def _why_not(service: Found, token_id: str, version: str, job: str | None) -> st
 
 
 def _silence(seen: Surroundings) -> list[str]:
-    """Return why nothing at all was found."""
     if not seen.heard:
         return [
             "No network interface of this device is up and has an address, except the loopback interface.",
@@ -196,7 +192,6 @@ def _deaf(hearing: Hearing, seen: Surroundings) -> str:
 
 
 def _others(seen: Surroundings) -> list[str]:
-    """Return what follows from having heard others, or not."""
     heard = list(dict.fromkeys(address for hearing in seen.heard for address in hearing.others))
     if heard:
         return [f"Multicast works, since other devices were heard ({some(heard)}); none of them announces a job."]
@@ -230,8 +225,136 @@ def explain_clocks(ahead: float | None, clock: float | None = None) -> str | Non
 
 
 def _duration(seconds: float) -> str:
-    """Return a long time in words."""
     for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"
     return f"{seconds:.0f} seconds"
+
+
+_NO_ROUTE = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.EINVAL}
+
+
+def diagnose_peer(
+    host: str, port: int, token: Token | None, version: str = __version__, seconds: float = 5.0
+) -> str | None:
+    """Return why the service at an address cannot be used, as one or two sentences, or None if it can be.
+
+    It tries one thing after the other (the name, the route, the port, the token, the protocol) within some seconds.
+    """
+    problem = _unreachable(host, port) or _closed(host, port, seconds)
+    if problem is not None:
+        return problem
+    place = f"{host}:{port}"
+    try:
+        client = Client((host, port), None if token is None else client_context(token), seconds)
+    except ServiceError as error:
+        if isinstance(error.__cause__, ServiceRefuses):
+            return f"{place} refuses this device: {error.__cause__}."
+        return _misunderstood(host, port, token, seconds, error) or f"{place} cannot be used: {str(error).rstrip('?')}."
+    client.close()
+    if client.version != version:
+        return (
+            f"{place} runs HorizonML {client.version}, and this device runs {version}: install the same version on "
+            "both."
+        )
+    return None
+
+
+def _unreachable(host: str, port: int) -> str | None:
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        if _is_address(host):
+            return f"{host} is an address that this device cannot use: it has no network of that kind."
+        advice = "give its address instead, which `ip address` or `hostname -I` shows there"
+        if host.endswith(".local") or "." not in host:
+            return (
+                f"The name {host} does not resolve on this device, as names on a local network often do not: {advice}."
+            )
+        return f"The name {host} does not resolve: check the spelling, or {advice}."
+    try:
+        route_to(host, port)
+    except OSError as error:
+        if error.errno in _NO_ROUTE:
+            return f"This device has no route to {host}: connect both to one network."
+    return None
+
+
+def _closed(host: str, port: int, seconds: float) -> str | None:
+    try:
+        socket.create_connection((host, port), timeout=seconds).close()
+    except TimeoutError:
+        return (
+            f"{host} does not answer on port {port}: it is off, has another address by now, or a firewall drops what "
+            f"is sent there; let in TCP ports {port} and {port + 1} on it."
+        )
+    except ConnectionRefusedError:
+        return (
+            f"{host} is there, but nothing listens on port {port}: check that `horizonml up JOB` runs on it, and "
+            "on which port."
+        )
+    except OSError as error:
+        if error.errno in _NO_ROUTE:
+            return (
+                f"Nobody on the network answers for {host} ({_words(error)}): it is off or has another address by now, "
+                "or a firewall rejects what is sent there."
+            )
+        return f"No connection to {host}:{port} can be made: {_words(error)}."
+    return None
+
+
+def _misunderstood(host: str, port: int, token: Token | None, seconds: float, error: ServiceError) -> str | None:
+    place = f"{host}:{port}"
+    encrypts = _encrypts(host, port, seconds)
+    if encrypts is False:
+        return f"{place} encrypts, but is not a service of HorizonML: check which port the service has."
+    if encrypts and token is None:
+        return (
+            f"{place} has a token, and this device has none: copy the file ~/.config/horizonml/token from there, or "
+            f"set ${TOKEN}."
+        )
+    if encrypts and token is not None:
+        if not isinstance(error.__cause__, ssl.SSLError):
+            return None  # it is not for the token
+        return (
+            f"{place} has another token than this device ({token.id}): if it is yours, copy its file "
+            "~/.config/horizonml/token to this device."
+        )
+    if token is None:
+        return None
+    try:
+        Client((host, port), None, seconds).close()
+    except ServiceError:
+        return f"{place} is not a service of HorizonML: check which port the service has."
+    return (
+        f"{place} has no token (--insecure), and this device has one: run `horizonml token` there, and start the "
+        "service again."
+    )
+
+
+def _encrypts(host: str, port: int, seconds: float) -> bool | None:
+    """Return whether a service shows the certificate of a token, False if it shows another, None if it shows none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent; only who is there is looked at
+    try:
+        with (
+            socket.create_connection((host, port), timeout=seconds) as plain,
+            context.wrap_socket(plain) as connection,
+        ):
+            shown = connection.getpeercert(binary_form=True)
+    except OSError:
+        return None
+    return shown is not None and is_of_a_token(shown)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _words(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

@@ -20,8 +20,7 @@ from horizonml.rendezvous.client import Client, ServiceError
 from horizonml.rendezvous.device_messages import (
     JobOffer,
 )
-from horizonml.rendezvous.discovery.diagnosis import explain_nobody
-from horizonml.rendezvous.discovery.peer import diagnose_peer
+from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_nobody
 from horizonml.rendezvous.discovery.records import Found
 from horizonml.rendezvous.discovery.service import browse
 from horizonml.rendezvous.messages import (
@@ -83,8 +82,6 @@ def find(
 
 
 class _Search:
-    """A search for the runs that this device can join."""
-
     def __init__(self, token: Token | None, stop: Callable[[], bool]) -> None:
         self._token, self._token_id, self._stop = token, token.id if token is not None else "", stop
         self._prover = Prover(token)

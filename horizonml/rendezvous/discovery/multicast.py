@@ -196,8 +196,6 @@ def listen(interfaces: Sequence[Interface], seconds: float = 1.5) -> list[Hearin
 
 
 class _Ear:
-    """Sends and receives on one interface."""
-
     def __init__(self, interface: Interface, stack: ExitStack) -> None:
         self.interface = interface
         self.receiver: socket.socket | None = None
@@ -274,7 +272,6 @@ class _Ear:
 
 
 def _reusable(family: int, stack: ExitStack) -> socket.socket:
-    """Return a socket for a port that others on this machine may use, too."""
     made = stack.enter_context(socket.socket(family, socket.SOCK_DGRAM))
     made.setblocking(False)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -285,7 +282,6 @@ def _reusable(family: int, stack: ExitStack) -> socket.socket:
 
 
 def _reason(error: OSError) -> str:
-    """Return why something failed, in words."""
     if error.errno is not None and error.strerror:
         return error.strerror[0].lower() + error.strerror[1:]
     return str(error)

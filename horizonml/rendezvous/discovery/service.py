@@ -124,15 +124,12 @@ class Announcement:
         )
 
     def _addresses(self, chosen: Sequence[Interface]) -> list[str]:
-        """Return the addresses to announce."""
         found = [address.partition("%")[0] for interface in chosen for address in interface.listening(self._host)]
         return list(dict.fromkeys(found))[: records.MOST_ADDRESSES]
 
 
 @dataclass
 class _Search:
-    """Looks for services, once."""
-
     enough: Callable[[Found], bool]
     wanted: Callable[[Found], bool]
     own: list[Interface] = field(default_factory=list)
@@ -260,7 +257,6 @@ def _open(chosen: Sequence[Interface]) -> tuple[AsyncZeroconf | None, str | None
 
 
 def _only_virtual(chosen: Sequence[Interface]) -> str | None:
-    """Return that no other device can be on these interfaces, if that is so."""
     if not all(interface.virtual for interface in chosen):
         return None
     return f"only {', '.join(interface.name for interface in chosen)} is up, where only this device's containers are"

@@ -160,7 +160,6 @@ class Progress:
         return f"step {self.step}, loss {last['loss']:.4f}, {last['batch'] / last['wall']:,.0f} samples/s"
 
     def _new(self) -> list[dict[str, Any]]:
-        """Return the records that have been written since the last look."""
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, 2) < self._place:  # an earlier run was moved away

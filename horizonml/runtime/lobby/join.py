@@ -25,9 +25,8 @@ from horizonml.rendezvous.device_messages import (
 )
 from horizonml.rendezvous.devices import DeviceHeartbeat, measure_link
 from horizonml.rendezvous.discovery.device import this_device
-from horizonml.rendezvous.discovery.diagnosis import explain_clocks
+from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_clocks
 from horizonml.rendezvous.discovery.finding import ServiceAddress
-from horizonml.rendezvous.discovery.peer import diagnose_peer
 from horizonml.runtime.lobby.child import Child, Progress, secret
 from horizonml.runtime.lobby.offer import confinement, job_text
 from horizonml.runtime.lobby.prepare import CalledAway, JoinSettings, Preparation, take_folder
@@ -95,7 +94,6 @@ class JoinSession:
                     self._child.end(at_once=self._stop.at_once)
 
     def _first_status(self) -> RunStatus:
-        """Return the first answer. Raises RendezvousError."""
         deadline = time.monotonic() + _FIRST_SECONDS
         while self._heartbeat.status is None and self._heartbeat.lost_at is None and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -109,7 +107,6 @@ class JoinSession:
         return status
 
     def _stay(self, job: Job, lineage: str) -> Ending:
-        """Wait for the start and train. Raises HorizonError."""
         assert self._child is not None
         loaded = False
         while True:
@@ -143,7 +140,6 @@ class JoinSession:
         return Ending.YIELDED if reason else Ending.LEFT
 
     def _train(self, job: Job, lineage: str, status: RunStatus) -> Ending:
-        """Train as a rank until the end. Raises HorizonError."""
         assert self._child is not None
         assert status.rank is not None
         take_folder(job, lineage)
@@ -210,12 +206,10 @@ class JoinSession:
         return status if status is not None and status.run == self._run else None
 
     def _again(self) -> Ending:
-        """Say that there is another run by now."""
         print(f"`horizonml up` was started anew on {self._where}", flush=True)
         return Ending.AGAIN
 
     def _tell_end(self, status: RunStatus) -> Ending:
-        """Say how the run has ended. Raises HorizonError if it has failed."""
         match status.outcome:
             case RunOutcome.COMPLETE:
                 print(f"{printable(status.job)} is trained to the end; {printable(status.words)}", flush=True)
@@ -226,7 +220,6 @@ class JoinSession:
         return Ending.OVER
 
     def _say(self, text: str) -> None:
-        """Say what is waited for, once."""
         if text != self._said:
             self._said = text
             print(text, flush=True)
@@ -244,7 +237,6 @@ class JoinSession:
 
 
 def _waiting(status: RunStatus) -> str:
-    """Return what is waited for."""
     if status.words:
         return status.words
     if status.phase is Phase.STARTED:
@@ -254,7 +246,6 @@ def _waiting(status: RunStatus) -> str:
 
 
 def _th(number: int) -> str:
-    """Return a number as a place in a row."""
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
     return f"{number}{ending}"
 
@@ -286,7 +277,6 @@ class Joiner:
         return self.join(place) if ending is Ending.AGAIN else ending
 
     def _describe(self) -> None:
-        """Describe this device, which takes half a second."""
         own = this_device()
         self._device = replace(own, name=self._settings.name) if self._settings.name is not None else own
         print(f"this device offers {device_words(self._device)}", flush=True)

@@ -236,7 +236,6 @@ def _is_there(module: str) -> bool:
 
 
 def _check_space(runs: Path) -> None:
-    """Raise JobError if the disk for runs is all but full."""
     place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < SPARE_BYTES:
@@ -247,7 +246,6 @@ def _check_space(runs: Path) -> None:
 
 
 def _check_packages(job: Job) -> None:
-    """Raise JobError if this device lacks a package that the job needs."""
     package = job.data.source.package
     if package is not None and find_spec(package) is None:
         raise JobError(

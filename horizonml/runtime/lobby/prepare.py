@@ -142,20 +142,17 @@ class Preparation:
         return missing
 
     def _ask(self, request: Fields) -> Fields:
-        """Ask for a part of the data. Raises DataError, ServiceError."""
         try:
             return self._heartbeat.ask(request)
         except ServiceRefuses as error:
             raise DataError(f"{self._where} does not share the data: {error}") from None
 
     def _wait(self, words: str) -> None:
-        """Wait a moment, and say for what. Raises CalledAway."""
         self._heartbeat.say(DeviceState.PREPARING, words)
         self._go_on()
         time.sleep(0.2)
 
     def _go_on(self) -> None:
-        """Raise CalledAway if this device is to leave."""
         if self._stop.wanted:
             raise CalledAway("")
         if reason := self._settings.busy():

@@ -141,7 +141,6 @@ class Up:
 
     @contextmanager
     def _serving(self, listener: socket.socket) -> Iterator[None]:
-        """Serve the rendezvous in a thread."""
         token, over = self._settings.token, threading.Event()
         tls: ssl.SSLContext | None = server_context(token) if token is not None else None
         service = Service(listener, tls, roster=self._devices.roster, handlers=self._devices.handlers())
@@ -155,7 +154,6 @@ class Up:
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
-        """Announce the service to the network."""
         from horizonml.rendezvous.discovery.service import Announcement
 
         token, name = self._settings.token, self._settings.name
@@ -200,7 +198,6 @@ class Up:
             shown.close()
 
     def _measure(self) -> None:
-        """Measure the speed of this device."""
         self._own = replace(self._own, gflops=measure_gflops())
 
     def _own_state(self) -> str:
@@ -217,7 +214,6 @@ class Up:
         raise _failed(self._child.error(), code)
 
     def _start(self, shown: View) -> None:
-        """Give everybody a rank. Raises JobError if this device's own folder cannot be written."""
         try:  # also if this device does not train: the devices know by the lineage that the next run continues this one
             make_run_folder(self._folder)
             note_lineage(self._folder, self._lineage)
@@ -237,7 +233,6 @@ class Up:
             self._child.begin(env | secret(token) | {NAME: self._own.name})
 
     def _train(self) -> RunOutcome:
-        """Wait for the end of the training, tell everybody, and return how it ended. Raises HorizonError."""
         known = {device.beat.id: printable(device.beat.device.name) for device in self._devices.present()}
         measured = False
         while not self._stop.wanted:
@@ -281,7 +276,6 @@ class Up:
         return {id: name for id, name in known.items() if id in now}
 
     def _all_done(self) -> bool:
-        """Return whether devices have trained the job to the end, and none is left that still does."""
         states = [device.beat.state for device in self._devices.present() if device.rank is not None]
         return DeviceState.DONE in states and DeviceState.TRAINING not in states
 
@@ -299,7 +293,6 @@ class Up:
 
 
 def _hint(present: int, wanted: int | None) -> str:
-    """Return what is waited for."""
     if wanted is not None:
         return f"ready: {present} of {count(wanted, 'device')}" + (
             "; Enter starts at once" if terminal.is_there() else ""
@@ -309,7 +302,6 @@ def _hint(present: int, wanted: int | None) -> str:
 
 
 def _shared_files(settings: Settings) -> FileServer | None:
-    """Return the data that is shared, if it is to be. Raises HorizonError."""
     where = needed(settings.job)
     if where is not None and settings.take_part and not where.path.exists():
         raise JobError(f"{where.field}: {where.path} does not exist")
@@ -323,7 +315,6 @@ def _shared_files(settings: Settings) -> FileServer | None:
 
 
 def _failed(text: str, code: int) -> HorizonError:
-    """Return the error of this device's rank."""
     error = HorizonError(text)
     error.exit_code = code if code > 0 else 1
     return error

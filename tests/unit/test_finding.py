@@ -12,7 +12,7 @@ from horizonml.rendezvous.discovery.records import Found
 from horizonml.runtime.lobby.offer import offer
 from horizonml.security.tls import server_context
 from horizonml.security.token import make_token
-from tests.unit.test_lobby_join import LINEAGE, serving
+from tests.unit.test_join import LINEAGE, serving
 
 TOKEN = make_token()
 

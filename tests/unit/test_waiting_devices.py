@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.joins import measure
 from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values
 from horizonml.job.schema import Job
@@ -395,3 +396,10 @@ def test_a_run_in_a_folder_is_of_the_lineage_of_the_one_before_unless_it_starts_
     other = tmp_path / "other"
     (other / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert not is_of(other, first), "it was not trained by `up`"
+
+
+def test_a_hundred_devices_join_at_once_and_each_gets_a_rank_of_its_own() -> None:
+    """Over the real service and TLS, as `python -m benchmarks.joins` measures."""
+    result = measure(100, still_seconds=0.1)
+    assert (result.devices, result.ranks) == (100, 100)
+    assert result.service_memory < 64 << 20
