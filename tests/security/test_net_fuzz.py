@@ -19,7 +19,7 @@ from horizonml.rendezvous.messages import (
     Peers,
     Verdict,
 )
-from horizonml.rendezvous.wire import encode, parse, read
+from horizonml.rendezvous.wire import PROTOCOL, encode, parse, read
 from tests.rosters import rank
 from tests.security.net import Raw, Target, connect, undisturbed
 
@@ -38,7 +38,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"do": "get", "keys": ["generation-1/key1"], "seconds": 0.01, "check": True},
     {"do": "ask", "id": 5, "ask": {"host_id": "pi", "pid": 7, "digest": "fuzz", "world_size": 2, "most": 4}},
     {"do": "status"},
-    {"do": "hello", "protocol": 1, "version": "0"},
+    {"do": "hello", "protocol": PROTOCOL, "version": "0"},
 ]
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300),

@@ -15,6 +15,7 @@ from horizonml.errors import RendezvousError
 from horizonml.rendezvous.client import Client, Endpoint, ServiceError, Unwanted
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
+from horizonml.rendezvous.wire import PROTOCOL
 from horizonml.security.tls import client_context, server_context
 from horizonml.security.token import make_token
 from tests.security.net import LOCAL, Silent, Target, undisturbed
@@ -159,7 +160,7 @@ def secured(answer: Answer, own: bool) -> Answer:
     return secure
 
 
-OK = b'{"protocol": 1, "version": "0"}\n'
+OK = b'{"protocol": %d, "version": "0"}\n' % PROTOCOL
 FALSE: dict[str, tuple[Answer, bool, type[ServiceError], str]] = {
     # What answers, whether the rank has a token, the error, and its words
     "no token": (lines(b'{"error": "x"}\n'), True, Unwanted, "it does not encrypt, so it has no token"),
