@@ -159,7 +159,9 @@ def test_a_client_of_another_protocol_is_told_so() -> None:
     check_hello(hello())
     with pytest.raises(ValueError, match="says hello first"):
         check_hello({"do": "join"})
-    with pytest.raises(ValueError, match=f"speaks protocol {PROTOCOL} .* speaks protocol {PROTOCOL + 8} .*HorizonML 9.9"):
+    with pytest.raises(
+        ValueError, match=f"speaks protocol {PROTOCOL} .* speaks protocol {PROTOCOL + 8} .*HorizonML 9.9"
+    ):
         check_hello({**hello(), "protocol": PROTOCOL + 8, "version": "9.9"})
 
 
