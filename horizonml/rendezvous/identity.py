@@ -1,10 +1,9 @@
-"""Finds out which rank this process is, and of how many, from whatever started it.
+"""Determines which rank this process is, and of how many, from whatever started it.
 
 A launcher inside another's job must come first: an `mpirun` in a Slurm batch job inherits SLURM_PROCID=0.
 
-Gives rank numbers to processes whose environment names none: the lowest that no living rank holds.
-
-The number of a rank that was started with it, and is lost, comes last: whatever started that rank starts it again.
+A process whose environment names no rank asks the service for a number: the lowest that no living rank holds. The
+number of a rank that was started with it, and is lost, comes last: whatever started that rank starts it again.
 """
 
 from __future__ import annotations

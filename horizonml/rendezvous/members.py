@@ -1,10 +1,8 @@
-"""What the rendezvous service knows of each rank that waits or runs, sorted by what ranks have in common.
+"""Sorts the ranks that wait or run by what they have in common, and decides when those that wait may form a group.
 
-Tells ranks that come too late that their job is complete, so that they do not wait for ranks that come no more.
-
-Decides when the ranks that wait may form a group, and says in words what they wait for until then.
-
-Keeps what is known of the newest generation: whether it is over, who was lost, and who is expected to come back.
+Until then it says in words what they wait for. Of the newest generation it keeps whether it is over, who was lost, and
+who is expected to come back. Ranks that come too late are told that their job is complete, so that they do not wait for
+ranks that come no more.
 """
 
 from __future__ import annotations

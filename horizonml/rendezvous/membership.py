@@ -1,12 +1,10 @@
-"""What a rank knows of the group that it is a member of.
+"""What a rank knows of the group that it is a member of: its heartbeat at the service, and the group's store.
 
 `GroupStore` is the store through which PyTorch's process groups exchange addresses, backed by the rendezvous service.
 
-`Heartbeat` gives a sign of life of a member to the rendezvous service, and hears how the group is.
-
-It is a thread with a connection of its own, which does nothing but beat: a step that computes, a disk that blocks or a
-collective that waits does not hold it up, because all of them release the interpreter's lock. A garbage collection
-does not release it, but takes seconds only beyond tens of millions of objects.
+`Heartbeat` is a thread with a connection of its own, which does nothing but beat and hear how the group is: a step that
+computes, a disk that blocks or a collective that waits does not hold it up, because all of them release the
+interpreter's lock. A garbage collection does not release it, but takes seconds only beyond tens of millions of objects.
 """
 
 from __future__ import annotations

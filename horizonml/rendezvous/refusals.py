@@ -6,7 +6,7 @@ world size, or one whose place is taken by a rank that agrees with the others. A
 that was started wrongly. Its group can then never be complete, so all are refused at once, and every one of them
 names the rank that differs, instead of waiting until the deadline for a rank that has gone.
 
-Recognises a rank that dies soon after each start, and takes it in again only after increasing delays.
+A rank that dies soon after each start is taken in again only after increasing delays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decides who is in the group: the judgement on joins, as plain data without sockets.
 
 The rendezvous service keeps one `Roster`. Ranks join with a fingerprint; when all ranks are there that a group needs
-(see `readiness`), and they belong together, a generation is formed. Others are refused (see `refusals`).
+(see `members`), and they belong together, a generation is formed. Others are refused (see `refusals`).
 
 A generation is over as soon as a member is silent for too long, leaves for a reason that ends the group, or joins
 anew. Its members then meet again. Unless they wait for replacements, the next generation forms as soon as all living

@@ -1,6 +1,6 @@
 """Says in sentences why a device finds no other that it could train with, and what to do about it.
 
-Says the same of a service at a known address (`horizonml join --peer HOST`) that cannot be used.
+The same is said of a service at a known address (`horizonml join --peer HOST`) that cannot be used.
 """
 
 from __future__ import annotations

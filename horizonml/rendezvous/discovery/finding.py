@@ -1,6 +1,6 @@
 """Finds the run that this device is to join: by its announcement, or at the address that the user gave.
 
-Tells which announced services lead to a run of this device's token, since anyone may announce one.
+Anyone may announce a service, so only those that have this device's token lead to a run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tests whether multicast, by which devices find each other, works on this machine's interfaces.
-
-Chooses the network interfaces on which devices look for each other.
-"""
+"""Chooses the network interfaces on which devices look for each other, and tests whether multicast works there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Starts the process that becomes this device's rank, and ends it.
-
-Reads how far a training is from the records that this device's rank writes.
-"""
+"""Starts and ends the process that becomes this device's rank, and reads from its records how far it has trained."""
 
 from __future__ import annotations
 

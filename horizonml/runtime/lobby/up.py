@@ -1,7 +1,4 @@
-"""Implements `horizonml up`: gathers devices, lets them train a job together, and tells them when it is over.
-
-It also finds the address by which other devices reach this one.
-"""
+"""Implements `horizonml up`: gathers devices at an address that they reach, and lets them train a job together."""
 
 from __future__ import annotations
 
