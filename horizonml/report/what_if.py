@@ -29,7 +29,7 @@ def what_if(
     strategy: str | None = None,
     seconds: float = 30.0,
 ) -> dict[str, Any]:
-    """Return the run's present plan and the one after some changes as a JSON object; see `planner.change_texts`.
+    """Return the run's present plan and the one after some changes as a JSON object; see `planner.changes`.
 
     `strategy` asks for a plan of another kind. Planning may take so many `seconds`, and only one answer is made at a
     time in a process. Raises HorizonError, which names what is wrong with the question, or what the folder lacks.

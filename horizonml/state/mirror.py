@@ -2,7 +2,7 @@
 
 Such a rank, the owner, sends a copy of its state to its buddy, a slice with each step, so that the link carries it
 beside the training's own messages; then it begins anew with a newer copy. The ranks of the neighbouring stages keep the
-messages that they have sent to the owner since that copy (see `comm.log`). If the owner is lost, its stages are taken
+messages that they have sent to the owner since that copy (see `comm.work`). If the owner is lost, its stages are taken
 from the copy and brought to the present by repeating its work on those messages, so nobody else goes back.
 
 Where the members of a stage split channels, each is an owner of its parts. All take their copies at the same step, and
