@@ -204,14 +204,14 @@ def with_data(found: Trained, data: DataLike) -> Trained:
     return replace(found, job=from_values({**values, "data": elsewhere}, f"the job of {found.path}"))
 
 
-def _elsewhere(job: Job, place: str | os.PathLike[str]) -> dict[str, Any] | None:
+def _elsewhere(job: Job, place: str | os.PathLike[str]) -> dict[str, object] | None:
     """Return the fields of a job's data with the path of other content of the same form, if `place` is one."""
     if job.data.source.place != "path" or not Path(place).exists():
         return None
     return {**job.data.model_dump(), "path": os.fspath(place), "samples": None}
 
 
-def _like_before(section: dict[str, Any], info: DataInfo) -> dict[str, Any]:
+def _like_before(section: dict[str, object], info: DataInfo) -> dict[str, object]:
     """Return the fields of data so that images have the size that the model was trained on."""
     if section["name"] not in SOURCES or SOURCES[section["name"]].kind != "images" or len(info.inputs[0].shape) != 3:
         return section

@@ -26,7 +26,7 @@ class Given:
     """Holds the objects of one run, by the names that its job has for them."""
 
     kinds: dict[str, str] = field(default_factory=dict)  # "model", "data" or "task", by name
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, object] = field(default_factory=dict)
 
     def add(self, kind: str, thing: Any) -> str:
         """Return the `module:attribute` by which a job finds an object."""

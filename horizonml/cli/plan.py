@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -143,7 +144,7 @@ def plan(
         show_plan(load_job(job_file, overrides, workers), devices, as_json, out, picture, in_full=in_full)
 
 
-def _refuse(options: dict[str, Any], before: str, meant: str) -> None:
+def _refuse(options: Mapping[str, object], before: str, meant: str) -> None:
     """Raise JobError if one of these options is given, which has no meaning here."""
     given = [name for name, value in options.items() if value]
     if given:

@@ -34,9 +34,9 @@ class Column:
     mean: float | None = None
     deviation: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return what differs from a plain column of numbers as a JSON object."""
-        found: dict[str, Any] = {"column": self.name}
+        found: dict[str, object] = {"column": self.name}
         if self.words is not None:
             found["words"] = list(self.words)
         if self.classes:

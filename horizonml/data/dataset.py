@@ -79,7 +79,7 @@ class DataInfo:
     # compared, because processors may differ in its last bit.
     unigram: float | None = field(default=None, compare=False)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields as a JSON object."""
         return {
             "train": self.train,

@@ -33,7 +33,7 @@ _CHECKED = 1000  # rows at the beginning, in which such a column is looked at
 _HELD_OUT = ("test", "validation", "valid", "val")
 _PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 # What reads files of an ending, and with which options: no builder that runs code, or follows what a file names.
-_READERS: dict[str, tuple[str, dict[str, Any]]] = {
+_READERS: dict[str, tuple[str, dict[str, object]]] = {
     ".arrow": ("arrow", {}),
     ".csv": ("csv", {}),
     ".json": ("json", {}),
@@ -112,7 +112,7 @@ def _json(path: Path) -> Any:
     return json.loads(content)
 
 
-def _data_files(path: Path) -> tuple[tuple[str, dict[str, Any]], dict[str, list[str]]]:
+def _data_files(path: Path) -> tuple[tuple[str, dict[str, object]], dict[str, list[str]]]:
     """Return what reads the data files at a path, with its options, and these files by split. Raises DataError."""
     from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
 
@@ -190,7 +190,7 @@ class Columns:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         row = self._rows[index]
         return {"inputs": self._join(row, self._inputs, True), "targets": self._join(row, self._targets, False)}
 
@@ -202,7 +202,7 @@ class Columns:
         """Return what is learned of a row, without decoding the rest."""
         return self._join(self._parts["target"][index], self._targets, False)
 
-    def _join(self, row: dict[str, Any], names: Sequence[str], inputs: bool) -> Any:
+    def _join(self, row: dict[str, object], names: Sequence[str], inputs: bool) -> Any:
         """Return the only column, numbers as one vector, or several columns by name."""
         values = {name: self._value(name, row[name], inputs) for name in names}
         if len(values) == 1:

@@ -181,7 +181,7 @@ def _fsspec() -> Any:
     return fsspec
 
 
-def _options(protocol: str) -> dict[str, Any]:
+def _options(protocol: str) -> dict[str, object]:
     """Return the options of a kind of file system, so that a server that falls silent is noticed.
 
     Files may take as long as they need as long as something comes: fsspec's own limit for http(s) is five minutes.

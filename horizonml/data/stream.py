@@ -52,7 +52,7 @@ Place = tuple[int, int]  # where a file lies in its shard: offset and length
 
 def write_index(folder: Path, held_out: Sequence[str] = (), classes: Sequence[str] | int | None = None) -> Path:
     """Describe all shards of a folder in a file beside them, and return it; `held_out` names those to evaluate on."""
-    found: dict[str, Any] = {"train": [], "held_out": []}
+    found: dict[str, list[object]] = {"train": [], "held_out": []}
     for file in sorted(folder.glob("*.tar")):
         entry = {"name": file.name, "samples": len(table_of(file)), "sha256": checksum(file)}
         found["held_out" if file.name in held_out else "train"].append(entry)
@@ -263,7 +263,7 @@ class Samples:
     def __len__(self) -> int:
         return self._stops[-1]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         files = self._read(index, [*self._inputs, *self._targets])
         return {"inputs": self._join(files, self._inputs), "targets": self._join(files, self._targets)}
 

@@ -49,7 +49,7 @@ class _Content:
         how = self.target_columns[0]
         return max(2, len(how.words)) if how.words is not None else how.classes
 
-    def encoding(self, rows: Tensor, scaled: bool) -> dict[str, Any]:
+    def encoding(self, rows: Tensor, scaled: bool) -> dict[str, object]:
         """Return how content becomes numbers, with a scale that is learned from the complete rows among these."""
         complete = [row for row in rows.tolist() if row not in self.input_problems and row not in self.target_problems]
         if scaled and not complete:

@@ -273,7 +273,7 @@ def _open(
     end: Connection,
     inherited: list[Callable[[], object]],
     spec: str,
-    info: dict[str, Any],
+    info: dict[str, object],
     cache: str,
     inputs: bool,
     targets: bool,

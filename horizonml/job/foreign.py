@@ -113,12 +113,12 @@ class Place:
         return is_place_elsewhere(self.text)
 
 
-def taken_over(job: Job, allow_code: bool) -> dict[str, Any]:
+def taken_over(job: Job, allow_code: bool) -> dict[str, object]:
     """Return the fields of a job from the network that this device takes over with another value, by name.
 
     Raises JobError for a field or a form that is not allowed.
     """
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     free = {entry.partition(".")[0] for entry in code_fields(job)} if allow_code else set()
     for name, value in _fields(job):
         row = TAKEN.get(name)

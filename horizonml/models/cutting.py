@@ -125,7 +125,7 @@ class Cutting:
     without: frozenset[int] = frozenset()  # calls of modules before which it is not cut; see `Structure`
     reason: str = ""  # why the model is not cut otherwise
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields as a JSON object."""
         return {"by": self.by, "without": sorted(self.without), "reason": self.reason}
 

@@ -142,7 +142,7 @@ class Local:
             )
         return found
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain JSON values."""
         return asdict(self)
 

@@ -149,7 +149,7 @@ class Tried:
         """Return whether members may sum gradients in this way, which is one that can be more precise."""
         return _rank(sync) <= _rank(Sync.named(self.sums))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the verdict as a JSON object."""
         return {**vars(self), "links": {str(layer): send for layer, send in self.links.items()}}
 

@@ -225,7 +225,7 @@ class Plan:
         )
         return replace(self, stages=stages, local=None, spare=())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the plan as a JSON object."""
         stages = [
             {

@@ -189,7 +189,7 @@ def message(kind: type[T]) -> Reader:
     return lambda value: read(kind, value)
 
 
-def fields_of(message: Any, do: str | None = None) -> dict[str, Any]:
+def fields_of(message: Any, do: str | None = None) -> dict[str, object]:
     """Return a message as plain JSON values; of a request, `do` says what it asks for."""
     return ({"do": do} if do is not None else {}) | asdict(message)
 

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from horizonml.errors import HorizonError
 from horizonml.planner.record import FILE, Planning, read_planning
@@ -95,7 +94,7 @@ class LiveRun:
 
     # Taking up records.
 
-    def _take(self, started_as: int, line: dict[str, Any]) -> None:
+    def _take(self, started_as: int, line: dict[str, object]) -> None:
         try:
             record = read(line)
         except ValueError:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from horizonml.engine.clock import KINDS
 from horizonml.report.records import Run
@@ -58,11 +57,9 @@ class Summary:
     unigram: float | None = None  # what frequencies alone would reach there
     medians: dict[str, float | None] = field(default_factory=dict)  # over steps, of the fields that `MEDIANS` names
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, str | int | float | None]:
         """Return the numbers as a row of a table; the medians stand beside the others."""
-        found = asdict(self)
-        medians: dict[str, Any] = found.pop("medians")
-        return found | medians
+        return {name: value for name, value in vars(self).items() if name != "medians"} | self.medians
 
 
 @dataclass(frozen=True)

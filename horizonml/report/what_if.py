@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from horizonml.errors import HorizonError, JobError
 from horizonml.planner.changes import read_changes
@@ -28,7 +27,7 @@ def what_if(
     rates: Mapping[str, str] | None = None,
     strategy: str | None = None,
     seconds: float = 30.0,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the run's present plan and the one after some changes as a JSON object; see `planner.changes`.
 
     `strategy` asks for a plan of another kind. Planning may take so many `seconds`, and only one answer is made at a

@@ -54,7 +54,7 @@ class JsonLines:
         except OSError as error:
             self._warn(error)
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: dict[str, object]) -> None:
         """Append a record; it is on disk within about a second, or after `flush`."""
         if self._file is None:
             return
@@ -112,7 +112,7 @@ class JsonLines:
         self._broken = True
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, object]]:
     """Yield the records of a file, except for a line that a crash cut short.
 
     Their texts may be shown anywhere: control characters in them are written out. Raises ValueError for what is no
@@ -184,7 +184,7 @@ class Tail:
             return self._file is not None
         return self._file not in (None, (now.st_dev, now.st_ino)) or now.st_size < self._offset
 
-    def read(self) -> Iterator[tuple[float, dict[str, Any]]]:
+    def read(self) -> Iterator[tuple[float, dict[str, object]]]:
         """Yield the lines that were added, each with its time: that of the line before it if it has none itself."""
         while chunk := self._chunk():
             *lines, self._rest = (self._rest + chunk).split(b"\n")
@@ -211,7 +211,7 @@ class Tail:
         self._offset += len(chunk)
         return chunk
 
-    def _parse(self, line: bytes) -> dict[str, Any] | None:
+    def _parse(self, line: bytes) -> dict[str, object] | None:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -242,7 +242,7 @@ class Tails:
         """Return whether the run was begun anew, so that all must be read again."""
         return any(tail.is_replaced for tail in self._files.values())
 
-    def read(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def read(self) -> Iterator[tuple[int, dict[str, object]]]:
         """Yield the lines that were added to any file, in the order of time, with the rank whose file it is."""
         for rank, path in rank_files(self._folder).items():
             self._files.setdefault(rank, Tail(path))
@@ -250,6 +250,6 @@ class Tails:
         for _, rank, line in heapq.merge(*added, key=itemgetter(0)):
             yield rank, line
 
-    def _labelled(self, rank: int, tail: Tail) -> Iterator[tuple[float, int, dict[str, Any]]]:
+    def _labelled(self, rank: int, tail: Tail) -> Iterator[tuple[float, int, dict[str, object]]]:
         for when, line in tail.read():
             yield when, rank, line

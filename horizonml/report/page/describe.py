@@ -94,7 +94,7 @@ _WORDS = {
 }
 
 
-def describe_run(run: LiveRun) -> dict[str, Any]:
+def describe_run(run: LiveRun) -> dict[str, object]:
     """Return how a run stands."""
     newest, state, speed = run.newest, run.state, run.speed
     planning = run.planning
@@ -135,13 +135,13 @@ def read_plan(facts: PlanFacts) -> Plan | None:
     return plan
 
 
-def _rank(member: Member, planning: Planning | None) -> dict[str, Any]:
+def _rank(member: Member, planning: Planning | None) -> dict[str, object]:
     known = planning is not None and member.rank < len(planning.devices)
     name = planning.names[member.rank] if planning is not None and known else ""
     return {**vars(member), "name": name}
 
 
-def _links(members: list[Member], plan: Plan | None) -> list[dict[str, Any]]:
+def _links(members: list[Member], plan: Plan | None) -> list[dict[str, object]]:
     if plan is None:
         return []
     sent = {member.rank: member.sent for member in members}
@@ -149,11 +149,11 @@ def _links(members: list[Member], plan: Plan | None) -> list[dict[str, Any]]:
     return [_flow(flow) for flow in flows(plan, sent, received)]
 
 
-def _flow(flow: Flow) -> dict[str, Any]:
+def _flow(flow: Flow) -> dict[str, object]:
     return {"from": flow.sender, "to": flow.receiver, "what": flow.what, "flow": flow.rate}
 
 
-def describe_timeline(run: LiveRun) -> dict[str, Any] | None:
+def describe_timeline(run: LiveRun) -> dict[str, object] | None:
     """Return what the ranks did when in the newest step of which that is recorded, in seconds of that step."""
     found = run.timeline
     if found is None:
@@ -193,9 +193,9 @@ class SimulatedStep:
 
     def __init__(self) -> None:
         self._planning: Planning | None = None
-        self._found: dict[str, Any] | None = None
+        self._found: dict[str, object] | None = None
 
-    def timeline(self, planning: Planning | None) -> dict[str, Any] | None:
+    def timeline(self, planning: Planning | None) -> dict[str, object] | None:
         """Return a step of the plan as it is predicted, or None if nothing was measured for it."""
         if planning is not self._planning:
             self._planning = planning
@@ -213,7 +213,7 @@ def problem_of(folder: Path, planning: Planning | None) -> str:
     return ""
 
 
-def measured_links(planning: Planning | None) -> list[dict[str, Any]]:
+def measured_links(planning: Planning | None) -> list[dict[str, object]]:
     """Return the rate, in bytes per second, and the latency of each link from one rank to another."""
     if planning is None or planning.problem is None or planning.problem.ranks > _MOST_PLANNED:
         return []
@@ -227,7 +227,7 @@ def measured_links(planning: Planning | None) -> list[dict[str, Any]]:
     ]
 
 
-def _simulated(planning: Planning) -> dict[str, Any] | None:
+def _simulated(planning: Planning) -> dict[str, object] | None:
     """Return the planner's simulation of a step, in which a rank that does not compute waits."""
     assert planning.problem is not None
     if any(stage.splits_channels for stage in planning.plan.stages):

@@ -121,7 +121,7 @@ class PageServer:
         address: tuple[str, int],
         token: Token | None = None,
         actions: Mapping[str, Action] | None = None,
-        devices: Callable[[], list[dict[str, Any]]] | None = None,
+        devices: Callable[[], list[dict[str, str]]] | None = None,
         possible: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """Serve the run in `run_folder`, which need not be there yet, at `address`. Raises HorizonError.
@@ -182,7 +182,7 @@ class PageServer:
             return Later(lambda: self._what_if(request), _PLANNING_SECONDS + 10)
         return guarded(Reply.text(404, "there is no such page\n"))
 
-    def _run(self, request: Request) -> dict[str, Any]:
+    def _run(self, request: Request) -> dict[str, object]:
         found = self._watcher.run()
         offered = sorted(self._actions) if self._guard.may_act(request) else []
         found["actions"] = [name for name in offered if self._possible(name)]

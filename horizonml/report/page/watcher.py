@@ -12,6 +12,7 @@ from typing import Any
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import Series
 from horizonml.report.page.describe import SimulatedStep, describe_run, describe_timeline, problem_of
+from horizonml.telemetry.record import EvaluationRecord
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0  # between two looks at the records
@@ -28,11 +29,11 @@ class Watcher:
         self._lock = threading.Lock()  # held while what is below changes, which never takes long
         self._loss = Series()  # loss, accuracy, seconds of a step
         self._split: dict[int, Series] = {}  # compute, transfer, wait: by rank
-        self._described: dict[str, Any] = dict(_READING, name=folder.absolute().name)
-        self._timeline: dict[str, Any] | None = None  # recorded
-        self._predicted: dict[str, Any] | None = None
-        self._evaluations: list[dict[str, Any]] = []
-        self._events: list[dict[str, Any]] = []
+        self._described: dict[str, object] = dict(_READING, name=folder.absolute().name)
+        self._timeline: dict[str, object] | None = None  # recorded
+        self._predicted: dict[str, object] | None = None
+        self._evaluations: list[EvaluationRecord] = []
+        self._events: list[dict[str, object]] = []
         self._simulated = SimulatedStep()
         self._run = LiveRun(folder)
         self._over = threading.Event()
@@ -44,12 +45,12 @@ class Watcher:
         self._over.set()
         self._thread.join(_CLOSE_SECONDS)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, object]:
         """Return how the run stands."""
         with self._lock:
             return dict(self._described)
 
-    def timeline(self, known: int, is_predicted: bool) -> dict[str, Any] | None:
+    def timeline(self, known: int, is_predicted: bool) -> dict[str, object] | None:
         """Return what the ranks did when in the newest step of which that is recorded, or None.
 
         If none is recorded, or if `is_predicted` asks for it, it is a simulated one. A client that has one of step
@@ -61,12 +62,12 @@ class Watcher:
             return {"step": known}
         return found
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[dict[str, object]]:
         """Return what has happened, the oldest first."""
         with self._lock:
             return self._events
 
-    def history(self, since: int, revision: int) -> dict[str, Any]:
+    def history(self, since: int, revision: int) -> dict[str, object]:
         """Return the points that are newer than those of a client, or all if its revision is an old one."""
         with self._lock:
             loss, split, evaluations = self._loss, self._split, self._evaluations
@@ -80,7 +81,11 @@ class Watcher:
             "steps": loss.since(since),
             "rank_columns": ["step", "compute", "transfer", "wait"],
             "ranks": {str(rank): series.since(since) for rank, series in split.items()},
-            "evaluations": [one for one in evaluations if one["step"] >= since],
+            "evaluations": [
+                {"step": one.step, "epoch": one.epoch, "loss": one.loss, "accuracy": one.accuracy, "best": one.best}
+                for one in evaluations
+                if one.step >= since
+            ],
         }
 
     def _follow(self) -> None:
@@ -105,13 +110,9 @@ class Watcher:
         timeline, predicted = describe_timeline(run), self._simulated.timeline(run.planning)
         described["has_both_timelines"] = timeline is not None and predicted is not None
         events = [vars(event) for event in run.events]
-        evaluations = [
-            {"step": one.step, "epoch": one.epoch, "loss": one.loss, "accuracy": one.accuracy, "best": one.best}
-            for one in run.evaluations
-        ]
         with self._lock:
             self._described, self._timeline, self._predicted = described, timeline, predicted
-            self._events, self._evaluations = events, evaluations
+            self._events, self._evaluations = events, list(run.evaluations)
             self._loss, self._split = run.curve, run.splits
 
 
