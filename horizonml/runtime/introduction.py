@@ -118,7 +118,7 @@ class Introductions:
             model is None or is_checked(model),
             model.cutting if model is not None and model.proven else None,
             Memory.of(state, life.begun) if state is not None else Memory(),
-            Copies(last.generation, last.mirror.report()) if last is not None else None,
+            Copies.of(last) if last is not None else None,
             self.arrival.found if self.arrival is not None else None,
             life.newest_checkpoint,
             life.threads,

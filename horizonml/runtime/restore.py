@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +17,7 @@ from safetensors.torch import load as parse
 from safetensors.torch import save as serialise
 from torch import Tensor
 
-from horizonml.comm.expected import fields, items, number, optional, text, whole
+from horizonml.comm.expected import AsJson, fields, items, number, optional, text, whole
 from horizonml.comm.group import Group
 from horizonml.comm.work import Messages
 from horizonml.data.choose import load
@@ -33,7 +33,7 @@ from horizonml.profiling.probe import probe_network
 from horizonml.runtime.agreement import known
 from horizonml.runtime.life import Last, Life
 from horizonml.runtime.trainer import training_batch
-from horizonml.state.carry import move, senders
+from horizonml.state.carry import Parcel, carry, move, senders
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.follow import who_follows
 from horizonml.state.mirror import Mirror, Rebuild, Replica, Report, buddy, owners, rebuilds, together
@@ -46,7 +46,6 @@ from horizonml.tasks.task import Batch
 from horizonml.telemetry.record import Source
 from horizonml.text import human_bytes
 
-_MOST_RANKS = 4096
 Say = Callable[[str], None]  # tells the user, on rank 0
 _COPY = "copy"  # begins the names of copies, whereas the names of messages begin with a step
 
@@ -65,7 +64,14 @@ class Copies:
     """What a rank kept of other ranks' state in the group that it was in before."""
 
     generation: int
+    members: list[int]  # of that group, as they were started
+    plan: Annotated[Plan, AsJson(Plan)]
     report: Report
+
+    @classmethod
+    def of(cls, last: Last) -> Copies:
+        """Return what this rank kept."""
+        return cls(last.generation, last.members, last.mirror.plan, last.mirror.report())
 
 
 def rebuild(
@@ -83,37 +89,31 @@ def rebuild(
     All ranks of the new group call this; `members` are its ranks as they were started, and `copies` what each of them
     has. Raises PeerLost.
     """
-    last = max((one.generation for one in copies if one is not None), default=None)
-    survivors = {rank: one.report for rank, one in enumerate(copies) if one is not None and one.generation == last}
-    if not survivors:
-        return "no rank that is left keeps copies of the others' state"
-    plans: list[Any] | None = None
-    if group.rank == min(survivors):  # a newcomer does not know the plan of the lost group
-        assert lost is not None
-        place = {lost.members.index(members[rank]): rank for rank in survivors}
-        kept = {old: survivors[rank] for old, rank in place.items()}
-        chosen = rebuilds(lost.mirror.plan, found.missing, kept, lost.mirror.ties)
-        if chosen is not None:
-            plans = []
-            for one in chosen:
-                places = [[old, place[old]] for old in one.sources]
-                plans.append([one.owners, one.step, place[one.builder], one.copies, one.keepers, places])
-    read = optional(items(_rebuild_for(group.world_size, found.step)))
-    chosen_plans = group.broadcast(plans, min(survivors), read)
-    if chosen_plans is None:
-        return "a rank and the copy of its state were lost together, or the copy cannot be used"
-    parts = [_Part(how, places, found.step) for how, places in chosen_plans]
-    kept_here = [part.kept(lost, group.rank) for part in parts]
-    contents = [
-        serialise(kept) if group.rank != part.how.builder else b"" for part, kept in zip(parts, kept_here, strict=True)
-    ]
+    parts = _parts(state, found, members, copies)
+    if isinstance(parts, str):
+        return parts
+    kept = [part.kept(lost, group.rank) for part in parts]
+    contents = [serialise(own) if group.rank != part.builder else b"" for part, own in zip(parts, kept, strict=True)]
     told = group.gather_json([list(map(len, contents)), _room(group)], fields(items(whole()), number))
     _check_room(parts, told)
+    parcels = []
+    for index, part in enumerate(parts):
+        for old, new in part.places.items():
+            if new == part.builder or group.rank not in (new, part.builder):
+                continue
+            if group.rank == new:
+                content = torch.frombuffer(bytearray(contents[index]), dtype=torch.uint8)
+            else:
+                content = torch.empty(told[new][0][index], dtype=torch.uint8)
+            parcels.append(Parcel(f"{index}/{old}", content, new, part.builder))
+    arrived = carry(parcels, group, "mirror")
     problem = None
-    for index, (part, own, content) in enumerate(zip(parts, kept_here, contents, strict=True)):
-        received = part.bring(own, content, [sizes[index] for sizes, _ in told], group)
-        if received is not None and problem is None:
+    for index, (part, own) in enumerate(zip(parts, kept, strict=True)):
+        if group.rank == part.builder and problem is None:
             assert lost is not None
+            received = {
+                old: _parse(arrived[f"{index}/{old}"]) if new != group.rank else own for old, new in part.places.items()
+            }
             problem = part.repeat(job, info, state, lost, received)
     held = group.gather_json([problem, state.layers()], fields(optional(text), items(whole())))
     for said, _ in held:
@@ -126,6 +126,30 @@ def rebuild(
     return done if not done.missing else f"layers {done.missing} could not be rebuilt"
 
 
+def _parts(
+    state: TrainState, found: Recovery, members: Sequence[int], copies: Sequence[Copies | None]
+) -> list[_Part] | str:
+    """Return how the missing layers are rebuilt, or why they cannot be; all ranks return the same. Raises PeerLost."""
+    last = max((one.generation for one in copies if one is not None), default=None)
+    survivors = {rank: one for rank, one in enumerate(copies) if one is not None and one.generation == last}
+    if not survivors:
+        return "no rank that is left keeps copies of the others' state"
+    first = survivors[min(survivors)]
+    if any(
+        (one.members, one.plan) != (first.members, first.plan) or members[rank] not in one.members
+        for rank, one in survivors.items()
+    ):
+        raise PeerLost("the ranks of the group that was lost do not agree on its members and its plan")
+    first.plan.check(len(state.model.chain), len(first.members))
+    places = {first.members.index(members[rank]): rank for rank in survivors}
+    reports = {old: survivors[rank].report for old, rank in places.items()}
+    ties = [[state.layer_of(f"model/{name}") for name in names] for names in state.model.ties]
+    chosen = rebuilds(first.plan, found.missing, reports, ties)
+    if chosen is None or any(not 0 <= one.step <= found.step for one in chosen):
+        return "a rank and the copy of its state were lost together, or the copy cannot be used"
+    return [_Part(one, {old: places[old] for old in one.sources}, found.step) for one in chosen]
+
+
 def _room(group: Group) -> float:
     return memory_left(processes=group.hosts.count(group.hosts[group.rank]))
 
@@ -135,9 +159,9 @@ def _check_room(parts: Sequence[_Part], told: Sequence[Sequence[Any]]) -> None:
 
     `told[r]` is the bytes that rank r has for each part, and the bytes that are left there.
     """
-    announced = dict.fromkeys((part.how.builder for part in parts), 0)
+    announced = dict.fromkeys((part.builder for part in parts), 0)
     for index, part in enumerate(parts):
-        announced[part.how.builder] += sum(told[new][0][index] for new in part.places.values())
+        announced[part.builder] += sum(told[new][0][index] for new in part.places.values())
     for builder, size in announced.items():
         if 2 * size > told[builder][1]:  # once more when it is read
             raise PeerLost(
@@ -146,59 +170,37 @@ def _check_room(parts: Sequence[_Part], told: Sequence[Sequence[Any]]) -> None:
             )
 
 
-def _rebuild_for(world_size: int, until: int) -> Callable[[Any], tuple[Rebuild, dict[int, int]]]:
-    """Return a reader of how a lost rank's layers are rebuilt, and where the sources are in the new group."""
-    new, old = whole(0, world_size - 1), whole(0, _MOST_RANKS)
-    every = fields(items(old), whole(0, until), new, items(old), items(old), items(fields(old, new)))
-
-    def read(value: Any) -> tuple[Rebuild, dict[int, int]]:
-        owners, step, builder, copies, keepers, places = every(value)
-        how = Rebuild(tuple(owners), step, builder, tuple(copies), tuple(keepers))
-        if not owners or len(copies) != len(owners) or {*how.sources} != {source for source, _ in places}:
-            raise ValueError("the ranks that rebuild do not fit together")
-        return how, dict(places)
-
-    return read
-
-
 @dataclass(frozen=True)
 class _Part:
-    """Rebuilds the stages of lost owners; `places` are the sources' ranks in the new group, by their old ones.
+    """Rebuilds the stages of lost owners.
 
-    `how.builder`, too, is a rank of the new group; all other ranks in `how` are those of the old one.
+    Ranks in `how` are those of the lost group, and `places` are those of its sources in the new one.
     """
 
     how: Rebuild
     places: dict[int, int]
     until: int
 
+    @property
+    def builder(self) -> int:
+        """Return the rank of the new group that repeats the work."""
+        return self.places[self.how.builder]
+
     def kept(self, lost: Last | None, rank: int) -> dict[str, Tensor]:
-        """Return what this rank of the new group has for the builder, by names that say what it is."""
+        """Return what this rank has for the builder: copies of owners, and messages by step and tag."""
         mine = next((old for old, new in self.places.items() if new == rank), None)
         if mine is None:
             return {}
         assert lost is not None
-        return self._kept(mine, lost.mirror)
-
-    def bring(
-        self, kept: dict[str, Tensor], content: bytes, sizes: Sequence[int], group: Group
-    ) -> dict[int, dict[str, Tensor]] | None:
-        """Bring copies and messages to the builder, and return there what it has from whom. Raises PeerLost."""
-        builder, tag = self.how.builder, group.channel("mirror").tag(group.world_size + self.how.owners[0])
-        if group.rank == builder:
-            arriving = {
-                old: (new, torch.empty(sizes[new], dtype=torch.uint8))
-                for old, new in self.places.items()
-                if new != group.rank
-            }
-            for new, work in [(new, group.receive(into, new, tag)) for new, into in arriving.values()]:
-                group.wait(work, new)
-            own = {old: kept for old, new in self.places.items() if new == group.rank}
-            return own | {old: _parse(into) for old, (_, into) in arriving.items()}
-        if group.rank in self.places.values():
-            out = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            group.wait(group.send(out, builder, tag), builder)
-        return None
+        how, mirror, kept = self.how, lost.mirror, dict[str, Tensor]()
+        if mine in how.keepers:
+            messages = mirror.log.messages(how.owners[0], how.step, self.until)
+            kept = {f"{step}/{tag}": tensor.clone() for (step, tag), tensor in messages.items()}
+        for owner, holder in zip(how.owners, how.copies, strict=True):
+            content = mirror.replica(owner, how.step).content if holder == mine else None
+            if content is not None:  # the initial state is known to all
+                kept[f"{_COPY}/{owner}"] = content
+        return kept
 
     def repeat(
         self, job: Job, info: DataInfo, state: TrainState, lost: Last, received: dict[int, dict[str, Tensor]]
@@ -211,18 +213,6 @@ class _Part:
                 raise
             return f"repeating the steps of a lost rank failed: {error}"
         return None
-
-    def _kept(self, mine: int, mirror: Mirror) -> dict[str, Tensor]:
-        """Return what this rank, `mine` in the old group, has for the builder: copies, and messages by step and tag."""
-        how, kept = self.how, dict[str, Tensor]()
-        if mine in how.keepers:
-            messages = mirror.log.messages(how.owners[0], how.step, self.until)
-            kept = {f"{step}/{tag}": tensor.clone() for (step, tag), tensor in messages.items()}
-        for owner, rank in zip(how.owners, how.copies, strict=True):
-            content = mirror.replica(owner, how.step).content if rank == mine else None
-            if content is not None:  # the initial state is known to all
-                kept[f"{_COPY}/{owner}"] = content
-        return kept
 
     def _repeat(
         self, job: Job, info: DataInfo, state: TrainState, lost: Last, received: dict[int, dict[str, Tensor]]

@@ -56,5 +56,5 @@ def agreed_state(state: TrainState, begun: bool, group: Group) -> Recovery | Non
 
 def copies_in(group: Group, last: Last | None) -> list[Copies | None]:
     """What the ranks of a group have kept of one another's state."""
-    own = plain(Copies(last.generation, last.mirror.report())) if last is not None else None
+    own = plain(Copies.of(last)) if last is not None else None
     return group.gather_json(own, optional(instance(Copies)))
