@@ -19,17 +19,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from horizonml.errors import HorizonError, JobError, PeerLost
+from horizonml.files import scratch_folder
 from horizonml.machine.code import python_module
 from horizonml.machine.network import listen
 from horizonml.machine.signals import LAUNCHER, StopRequest, explain_signal, handling, launcher_name
 from horizonml.runtime.command import STOP_SECONDS
 from horizonml.runtime.forkserver import SERVER, ForkServer, start
+from horizonml.runtime.process import ENDING
 from horizonml.security.token import INSECURE, TOKEN, make_token
 from horizonml.text import escaped, plain_lines
 
@@ -92,24 +94,30 @@ class RankFailed(HorizonError):
         self.exit_code = exit_code
 
 
+def how_ended(code: int) -> str:
+    """Return what became of a process, from its exit code as `subprocess` gives it."""
+    return f"was killed by {explain_signal(-code)}" if code < 0 else f"ended with code {code}"
+
+
 @dataclass
 class _Rank:
-    """Holds the process of one rank, and its log."""
+    """Holds the process of one rank, its log, and the file in which it says why it fails."""
 
     number: int
     process: subprocess.Popen[bytes]
     log: RankLog
+    ending: Path
     ended: float | None = None  # when the process was found to have ended
 
     def error(self) -> str:
-        """Return why the rank failed, as far as it printed a reason."""
+        """Return why the rank failed: what it says itself, or else the end of what it has printed."""
         code = self.process.returncode
         if code < 0:
-            return f"rank {self.number} was killed by {explain_signal(-code)}"
-        said = "\n" + self.log.text()
-        start = said.rfind("\nerror: ")  # the last line that begins this way; others' errors are quoted within lines
-        text = said[start + len("\nerror: ") :] if start >= 0 else "\n".join(said.splitlines()[-15:])
-        text = text or f"it ended with code {code} and said nothing"
+            return f"rank {self.number} {how_ended(code)}"
+        try:
+            text = plain_lines(self.ending.read_text())
+        except OSError:
+            text = "\n".join(self.log.text().splitlines()[-15:]) or f"it {how_ended(code)} and said nothing"
         whose = re.match(rf"rank (?:{self.number}\b|\d+: )", text)  # another rank's error has its number already
         return text if whose else f"rank {self.number}: {text}"
 
@@ -143,8 +151,7 @@ class LocalRun:
         self._logs_of: list[RankLog] = []
         self._warnings = Warnings()
         self._stop = StopRequest()
-        main = threading.current_thread() is threading.main_thread()  # only there, Python handles signals
-        self._handling: AbstractContextManager[None] = handling(self._stop.note) if main else nullcontext()
+        self._used = ExitStack()
 
     @property
     def interrupted(self) -> bool:
@@ -157,9 +164,10 @@ class LocalRun:
         return self._stop.number
 
     def __enter__(self) -> LocalRun:
-        self._handling.__enter__()
+        if threading.current_thread() is threading.main_thread():  # only there, Python handles signals
+            self._used.enter_context(handling(self._stop.note))
         try:
-            self._start()
+            self._start(self._used.enter_context(scratch_folder()))
         except BaseException:
             self._end()
             raise
@@ -168,7 +176,7 @@ class LocalRun:
     def __exit__(self, *details: object) -> None:
         self._end()
 
-    def _start(self) -> None:
+    def _start(self, endings: Path) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
         env = {**os.environ, **self._env, "WORLD_SIZE": str(self._world_size), TOGETHER: "1", LAUNCHER: launcher_name()}
         env.setdefault("OMP_NUM_THREADS", "1")  # until the rank knows its share of the cores
@@ -180,24 +188,25 @@ class LocalRun:
         self._logs_of += logs
         # One rank by itself would only wait for a second process.
         if self._world_size > 1 and sys.platform == "linux" and not env.get(SERVER):
-            self._forks = ForkServer(env, logs[0].file)
+            self._forks = ForkServer({**env, ENDING: f"{endings / '0'}"}, logs[0].file)
             while not self._forks.loaded():
                 if self._stop.wanted:
                     print("stopped as asked, before the training began", flush=True)
                     return
             if self._forks.process.poll() is not None:
-                raise RankFailed(_Rank(0, self._forks.process, logs[0]).error())
+                raise RankFailed(_Rank(0, self._forks.process, logs[0], endings / "0").error())
         for rank, log in enumerate(logs):
+            ending = endings / f"{rank}"
             process = start(
                 self._command,
                 self._forks.address if self._forks is not None else None,
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), ENDING: str(ending)},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output if rank == 0 else log.file,
                 stderr=log.file,
                 pass_fds=self._inherited,
             )
-            self._ranks.append(_Rank(rank, process, log))
+            self._ranks.append(_Rank(rank, process, log, ending))
 
     def _start_service(self, env: dict[str, str]) -> str:
         """Start the rendezvous service on a socket that listens already, so that no rank need wait for it."""
@@ -232,16 +241,11 @@ class LocalRun:
                 self._warnings.show(rank.number, rank.log.new_lines())
             failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
             if self._service is not None and self._service.poll() is not None:
-                code, said = self._service.returncode, self._service_log.text()
-                raise RankFailed(
-                    f"the rendezvous service was killed by {explain_signal(-code)}"
-                    if code < 0
-                    else f"the rendezvous service ended with code {code}: {said[-1000:]}"
-                )
-            if self._forks is not None and self._forks.process.poll() is not None:
-                code = self._forks.process.returncode
-                why = f"was killed by {explain_signal(-code)}" if code < 0 else f"ended with code {code}"
-                raise RankFailed(f"the process from which the ranks are forked {why}")
+                code = self._service.returncode
+                said = f": {self._service_log.text()[-1000:]}" if code >= 0 else ""
+                raise RankFailed(f"the rendezvous service {how_ended(code)}{said}")
+            if self._forks is not None and (code := self._forks.process.poll()) is not None:
+                raise RankFailed(f"the process from which the ranks are forked {how_ended(code)}")
             if failed and now - min(rank.ended or now for rank in failed) > _GRACE_SECONDS:
                 break
             if self.interrupted and asked == math.inf:
@@ -287,7 +291,7 @@ class LocalRun:
             self._forks.close()
         for log in self._logs_of:
             log.file.close()
-        self._handling.__exit__(None, None, None)
+        self._used.close()
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

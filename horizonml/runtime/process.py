@@ -11,6 +11,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,10 +20,12 @@ from horizonml.errors import HorizonError, OutOfMemory, TooManyFiles, is_out_of_
 from horizonml.machine.signals import watch_launcher
 from horizonml.text import escaped, plain_lines
 
+ENDING = "HORIZONML_ENDING"  # the file into which a process writes why it fails, for the one that has started it
 _PACKAGE = Path(horizonml.__file__).parent
 _BEGIN_SECONDS, _LOOK_SECONDS = 10.0, 0.25  # for a thread to begin, and between two looks
 _AGAIN_SECONDS = 0.1  # until an interrupt that was lost is repeated
 _python_start = threading.Thread.start
+_endings: list[Path] = []  # the file of this process, if it has one
 
 
 def run_and_exit(action: Callable[[], object]) -> NoReturn:
@@ -46,6 +49,7 @@ def run_and_exit(action: Callable[[], object]) -> NoReturn:
 def _run(action: Callable[[], object]) -> int:
     """Run a process's action, print its error if it fails, and return the exit code."""
     watch_launcher()
+    _endings[:] = [Path(path) for path in [os.environ.pop(ENDING, "")] if path]  # its own children have others
     threading.Thread.start = _start  # type: ignore[method-assign, assignment]
     sys.unraisablehook = _interrupt_again
     faulthandler.enable()  # an instruction that the processor lacks, in PyTorch, would end this without a word
@@ -126,8 +130,16 @@ class _Plain(logging.Formatter):
 
 def _print_error(error: HorizonError) -> int:
     sys.stdout.flush()  # what was said before comes before
-    print(f"error: {plain_lines(str(error))}", file=sys.stderr)
+    report(str(error))
     return error.exit_code
+
+
+def report(error: str) -> None:
+    """Say why this process ends: on standard error, and to the process that has started it."""
+    print(f"error: {plain_lines(error)}", file=sys.stderr, flush=True)
+    for path in _endings:
+        with suppress(OSError):
+            path.write_text(error)
 
 
 def own_line(error: BaseException) -> str | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from horizonml.runtime.process import own_place
+from horizonml.runtime.process import own_place, report
 from horizonml.text import plain_lines
 
 HUNG = 4  # the exit code of a process that ends because its main thread hangs
@@ -98,7 +98,7 @@ class Watchdog:
                 if self._patient:
                     print(f"WARNING: the other ranks go on without this one: {reason}", file=sys.stderr, flush=True)
             if not self._patient or stillness.still >= 2 * self._timeout + LEAVE_SECONDS:
-                print(f"error: {reason}; this process ends with exit code {HUNG}", file=sys.stderr, flush=True)
+                report(f"{reason}; this process ends with exit code {HUNG}")
                 tidying = threading.Thread(target=self._tidy, name="tidying", daemon=True)
                 tidying.start()
                 tidying.join(_TIDY_SECONDS)  # the disk may be what hangs

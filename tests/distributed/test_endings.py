@@ -121,7 +121,8 @@ def test_who_dies_of_an_instruction_that_the_processor_lacks_says_so(tmp_path: P
 
 
 def test_who_repeats_what_another_rank_said_names_that_one_only(tmp_path: Path) -> None:
-    command = ["sh", "-c", 'test "$RANK" = 0 && exec sleep 60; echo "error: rank 0: there is no data" >&2; exit 2']
+    says = 'test "$RANK" = 0 && exec sleep 60; printf "rank 0: there is no data" > "$HORIZONML_ENDING"; exit 2'
+    command = ["sh", "-c", says]
     with pytest.raises(RankFailed, match=r"^rank 0: there is no data\n\(all .*rank-1\.log\)"):
         run(2, command, tmp_path)
 
