@@ -21,7 +21,6 @@ a run that is too short for one does without what should not be used untested.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from contextlib import closing
@@ -93,31 +92,6 @@ class _Stopped(Exception):
     """Reports that a rank was asked to stop in the middle of a trial."""
 
 
-class _StateCopy:
-    """Holds a copy of all that a rank trains, and of how far it has come."""
-
-    def __init__(self, state: TrainState) -> None:
-        """Copy a state that is whole and valid."""
-        assert state.valid
-        assert not state.parts
-        self._state, self._tensors, self._optimizer = state, *state.contents(copy=True)
-        self._step, self._metrics, self._best = state.step, dict(state.metrics), dict(state.best)
-        self._scales = copy.deepcopy(state.scales)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the state; its layers, and the tensors that hold them, are the same as before."""
-        state = self._state
-        held, _ = state.contents()
-        for name, value in self._tensors.items():
-            held[name].copy_(value)
-        state.replace_optimizer(
-            {name: {key: v.clone() for key, v in kept.items()} for name, kept in self._optimizer.items()}
-        )
-        state.step, state.metrics, state.best = self._step, dict(self._metrics), dict(self._best)
-        state.scales, state.prepared, state.valid = copy.deepcopy(self._scales), None, True
-
-
 class Trial:
     """Tries the lossy choices of a setting, as one rank of a group; all ranks do the same."""
 
@@ -149,9 +123,9 @@ class Trial:
         if reason is not None:
             return self._untried(setting, reason)
         self._say(f"trying on a warm-up of {count(steps, 'step')} what this costs in accuracy: {_list(setting.lossy)}")
-        kept = _StateCopy(self._state)
+        self._restore = self._state.remember()
         try:
-            exact = self._warm_up(setting.exact(), steps, kept)
+            exact = self._warm_up(setting.exact(), steps)
             if exact is None:
                 return self._untried(setting, "the exact warm-up diverged")
             if exact.shows_nothing(self._data.info.outputs):
@@ -160,21 +134,19 @@ class Trial:
                     f"an exact warm-up of {count(steps, 'step')} had a held-out accuracy of only {exact}, which "
                     "shows nothing yet",
                 )
-            return self._improve(setting, exact, steps, kept)
+            return self._improve(setting, exact, steps)
         except _Stopped:
             return None
         finally:
-            kept.restore()
+            self._restore()
 
     def _why_not(self, steps: int) -> str | None:
         if not steps:
             return too_short(self._job, self._per_epoch)
         if not self._data.info.held_out:
             return NOT_HELD_OUT
-        held, _ = self._state.contents()
-        size = (1 + 2) * sum(tensor.nbytes for tensor in held.values())
         hosts = self._group.hosts
-        room = memory_left(processes=hosts.count(hosts[self._group.rank])) * _MEMORY > size
+        room = memory_left(processes=hosts.count(hosts[self._group.rank])) * _MEMORY > self._state.bytes()
         if not all(self._group.gather_json(room, boolean)):
             return "a rank has no memory for the copy of its state that a trial needs"
         return None
@@ -188,14 +160,15 @@ class Trial:
         instead = _list(cautious.lossy) if cautious.lossy else "everything stays exact"
         return Tried.of(step, 0, cautious, (f"the plan was that {', '.join(changed)}, but {reason}; so {instead}",))
 
-    def _improve(self, setting: Setting, exact: Score, steps: int, kept: _StateCopy) -> Tried:
+    def _improve(self, setting: Setting, exact: Score, steps: int) -> Tried:
         """Return the first setting whose warm-up is as good as the exact one, from `setting` on."""
         texts: list[str] = []
-        before = self._state_step(kept)
+        self._restore()
+        before = self._state.step
         for _ in range(MOST_WARM_UPS - 1):
             if not setting.lossy:
                 break
-            found = self._warm_up(setting, steps, kept)
+            found = self._warm_up(setting, steps)
             text = f"{_list(setting.lossy)}; on a warm-up of {count(steps, 'step')} "
             if found is None:
                 text += "training diverged"
@@ -203,20 +176,16 @@ class Trial:
                 text += f"held-out {found.metric} was {found} with that and {exact} without"
                 if not found.loses(exact):
                     return Tried.of(before, steps, setting, (*texts, text))
-            setting, raised = self._raised(setting, kept)
+            setting, raised = self._raised(setting)
             texts.append(f"{text}, so {raised}")
         if setting.lossy:
             setting = setting.exact()
             texts.append(f"{count(MOST_WARM_UPS - 1, 'lossy warm-up')} did worse than the exact one: all stays exact")
         return Tried.of(before, steps, setting, tuple(texts))
 
-    def _state_step(self, kept: _StateCopy) -> int:
-        kept.restore()
-        return self._state.step
-
-    def _warm_up(self, setting: Setting, steps: int, kept: _StateCopy) -> Score | None:
+    def _warm_up(self, setting: Setting, steps: int) -> Score | None:
         """Train a warm-up from the state before the trial, and evaluate it; return None if it diverged."""
-        kept.restore()
+        self._restore()
         job, done = self._job, self._state.step
         total = job.total_steps(self._per_epoch)
         found: list[Totals] = []
@@ -239,11 +208,11 @@ class Trial:
         value = self._group.broadcast(math.fsum(values) / len(values), read=measure)
         return Score(metric, value, found[0].samples)
 
-    def _raised(self, setting: Setting, kept: _StateCopy) -> tuple[Setting, str]:
+    def _raised(self, setting: Setting) -> tuple[Setting, str]:
         """Return a setting in which the choices with the largest errors are more precise, and say what has changed."""
         choices = setting.lossy
         measured = 1 < len(choices) <= _MOST_MEASURED
-        errors = self._errors(setting, kept) if measured else dict.fromkeys(choices, math.inf)
+        errors = self._errors(setting) if measured else dict.fromkeys(choices, math.inf)
         worst, texts = max(errors.values()), []
         for choice in choices:
             if errors[choice] >= _ALIKE * worst:
@@ -253,23 +222,23 @@ class Trial:
                 texts.append((str(changed) if changed is not None else f"not: {choice}") + effect)
         return setting, ", ".join(texts)
 
-    def _errors(self, setting: Setting, kept: _StateCopy) -> dict[Choice, float]:
+    def _errors(self, setting: Setting) -> dict[Choice, float]:
         """Return by how much each lossy choice alone changes the gradients of the next batch, relative to their norm.
 
         The errors of sums are those of one step, without error feedback.
         """
-        exact = self._gradients(setting.exact(), kept)
+        exact = self._gradients(setting.exact())
         norm = self._total(sum(map(_square, exact.values())))
         errors = {}
         for choice in setting.lossy:
-            found = self._gradients(setting.only(choice), kept)
+            found = self._gradients(setting.only(choice))
             apart = sum(_square(found[name] - exact[name]) for name in exact if name in found)
             error = math.sqrt(self._total(apart) / norm) if norm > 0 else 0.0
             errors[choice] = error if math.isfinite(error) else math.inf
         return errors
 
-    def _gradients(self, setting: Setting, kept: _StateCopy) -> dict[str, torch.Tensor]:
-        kept.restore()
+    def _gradients(self, setting: Setting) -> dict[str, torch.Tensor]:
+        self._restore()
         batch = training_batch(self._job, self._data, self._sampler, *divmod(self._state.step, self._per_epoch))
         with closing(self._sessions(setting)) as session:
             return session.gradients(batch)

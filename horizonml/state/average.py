@@ -30,6 +30,7 @@ from torch import Tensor
 
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
+from horizonml.state.parts import named
 from horizonml.state.spec import Ema
 
 AVERAGE = "average"
@@ -139,8 +140,7 @@ class PreparedOuter:
 
 def is_inner(key: str) -> bool:
     """Return whether a tensor of the state belongs to the optimizer of a single member."""
-    kind, _, rest = key.partition("/")
-    return kind == "optimizer" and rest.rpartition("/")[2] not in (MOMENTUM, AVERAGE)
+    return named(key)[1] not in (None, MOMENTUM, AVERAGE)
 
 
 def in_common(tensors: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:

@@ -178,7 +178,7 @@ def share_state(
         if group.rank in (rank, source):
             tensors = sorted(_in_common(state, plan, stage).items())
             own += [Parcel(key, tensor.contiguous(), source, rank) for key, tensor in tensors]
-    state.overwrite(carry(own, group, "state"))
+    state.take_over(carry(own, group, "state"))
     left = _differing(state, plan, group)
     if left:
         told = "; ".join(f"rank {rank} differs in {name}" for rank, _, name in left)

@@ -56,8 +56,14 @@ def joined(parts: Mapping[str, Part], members: Mapping[int, Mapping[str, Tensor]
 
 def name_of(key: str) -> str:
     """Return the parameter's or buffer's name in the original model, from the name of a tensor of the state."""
+    return named(key)[0]
+
+
+def named(key: str) -> tuple[str, str | None]:
+    """Return the parameter's or buffer's name, and which entry of its optimizer state a tensor is, None if none."""
     kind, _, rest = key.partition("/")
-    return rest if kind == "model" else rest.rpartition("/")[0]
+    name, _, entry = rest.rpartition("/")
+    return (rest, None) if kind == "model" else (name, entry)
 
 
 def gather(own: Tensor, dim: int, bounds: Sequence[tuple[int, int]], group: Group, ranks: tuple[int, ...]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from horizonml.models.zoo import Model
 from horizonml.plan.lossy import Tried
 from horizonml.state.average import AVERAGE, MOMENTUM, Best, PreparedOuter, Scales, swapped
 from horizonml.state.optim import Optimizer
-from horizonml.state.parts import Part, name_of
+from horizonml.state.parts import Part, name_of, named
 from horizonml.state.spec import Adam, Ema, Sgd
 
 _HEADER, _ENTRY = 1 << 16, 512  # the most bytes of a file's header, and of a tensor's entry in it besides its name
@@ -44,7 +45,7 @@ class TrainState:
     between ranks: `model/NAME` with the name in the original model, and `optimizer/NAME/KEY`.
 
     Modules, and the optimizer state of what they hold, are on the `device` that this rank computes on. Everybody else
-    deals with tensors in the host's memory: `tensors` returns such, and `put`, `load` and `overwrite` take them.
+    deals with tensors in the host's memory: `tensors` returns such, and `put`, `load` and `take_over` take them.
     """
 
     def __init__(
@@ -201,21 +202,20 @@ class TrainState:
         return self.step + 1 if self.prepared is not None else None
 
     def take_over(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give parameters, buffers, moving averages and outer momentum new values, by their names in the state."""
+        """Give parameters, buffers and optimizer state new values, by their names in the state."""
         held = self._held
         for key, value in tensors.items():
-            kind, _, rest = key.partition("/")
-            if kind == "model":
-                held[rest].detach().copy_(value)
+            name, entry = named(key)
+            if entry is None:
+                held[name].detach().copy_(value)
                 continue
-            name, _, entry = rest.rpartition("/")
             if name not in self._optimizer:
                 self._optimizer[name] = self.optimizer.initial(held[name].detach())
-            kept = self._optimizer[name].get(entry)
-            if kept is not None and entry != MOMENTUM:
-                kept.copy_(value)
+            kept = self._optimizer[name]
+            if entry in kept and entry != MOMENTUM:
+                kept[entry].copy_(value)
             else:
-                self._optimizer[name][entry] = value.to(self.device)
+                kept[entry] = value.to(self.device)
 
     def entries(self, entry: str) -> dict[str, Tensor]:
         """Return what the optimizer keeps under a key, such as `average`, for each parameter that has it."""
@@ -236,18 +236,25 @@ class TrainState:
         for parameter in parameters.values():
             parameter.grad = None
 
-    def contents(self, copy: bool = False) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-        """Return all parameters and buffers, and the optimizer state, by name: the state's own tensors, or copies."""
-        held = {name: tensor.detach().clone() if copy else tensor.detach() for name, tensor in self._held.items()}
-        kept = {
-            name: {key: value.clone() if copy else value for key, value in entries.items()}
-            for name, entries in self._optimizer.items()
-        }
-        return held, kept
+    def remember(self) -> Callable[[], None]:
+        """Copy all that is trained, and how far it has come; return what restores it, as often as it is called.
 
-    def replace_optimizer(self, kept: dict[str, dict[str, Tensor]]) -> None:
-        """Hold this optimizer state instead of what is held."""
-        self._optimizer = kept
+        Until then, the same layers stay in the same tensors. What every rank has from a file does not change.
+        """
+        assert self.valid
+        assert not self.parts
+        held = {name: tensor.detach().clone() for name, tensor in self._held.items() if name not in self._constant}
+        others = copy.deepcopy((self._optimizer, self.step, self.metrics, self.best, self.scales))
+
+        @torch.no_grad()
+        def restore() -> None:
+            now = self._held
+            for name, value in held.items():
+                now[name].copy_(value)
+            self._optimizer, self.step, self.metrics, self.best, self.scales = copy.deepcopy(others)
+            self.prepared, self.valid = None, True
+
+        return restore
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are held, by name, also those that checkpoints leave out."""
@@ -293,12 +300,6 @@ class TrainState:
     def copies(self) -> bool:
         """Return whether `tensors` returns copies."""
         return self.device != HOST
-
-    def overwrite(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the values of tensors that are held, in place, by those of the host's `tensors`."""
-        own = self._own_tensors()
-        for key, tensor in tensors.items():
-            own[key].copy_(tensor)
 
     def _own_tensors(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """Return the tensors of layers `start` to `stop - 1` that are held, on this rank's device."""
@@ -372,14 +373,13 @@ class TrainState:
         """Hold tensors received from another rank, by name; `take` makes their layers."""
         layers = {layer: self._slice(layer) for layer in {self.layer_of(key) for key in tensors}}
         for key, tensor in tensors.items():
-            kind, _, rest = key.partition("/")
-            if kind == "model":
-                like = layers[self._layers[rest]][rest]
-                is_parameter = isinstance(like, nn.Parameter)
-                self._received[rest] = nn.Parameter(tensor, like.requires_grad) if is_parameter else tensor
-            else:
-                name, _, entry = rest.rpartition("/")
+            name, entry = named(key)
+            if entry is not None:
                 self._optimizer.setdefault(name, {})[entry] = tensor
+                continue
+            like = layers[self._layers[name]][name]
+            is_parameter = isinstance(like, nn.Parameter)
+            self._received[name] = nn.Parameter(tensor, like.requires_grad) if is_parameter else tensor
 
     def _slice(self, layer: int) -> dict[str, Tensor]:
         """Return a layer's parameters and buffers as the model describes them."""
@@ -407,44 +407,43 @@ class TrainState:
         self._optimizer = {}
         for name, tensor in held.items():
             if isinstance(tensor, nn.Parameter):
-                self._load_entries(name, tensor, read, available)
+                self._load_all_entries(name, tensor, read, available)
 
     def load_inner(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold the optimizer state of these that belongs to parameters held, where it is complete; see `load`.
 
         Raises ValueError if one has another shape or dtype.
         """
-        held = self._held
-        for name, parameter in held.items():
+        for name, parameter in self._held.items():
             inner = self.optimizer.expected(parameter) if isinstance(parameter, nn.Parameter) else {}
             inner.pop(AVERAGE, None)
             if inner and all(f"optimizer/{name}/{key}" in tensors for key in inner):
-                own = {
-                    key: _like(like, self._own(name, tensors[f"optimizer/{name}/{key}"]), f"{key} of {name}")
-                    for key, like in inner.items()
-                }
-                own = {key: value.to(parameter.device) for key, value in own.items()}
-                self._optimizer[name] = self._optimizer.get(name, self.optimizer.initial(parameter.detach())) | own
+                self._load_entries(name, parameter, inner, tensors.__getitem__)
 
-    def _load_entries(
+    def _load_all_entries(
         self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor], available: set[str]
     ) -> None:
         expected = self.optimizer.expected(parameter)
         if self.local and parameter.requires_grad:
             expected[MOMENTUM] = parameter.detach()
         there = {key for key in expected if f"optimizer/{name}/{key}" in available}
-        if not there:
-            return
         inner = expected.keys() - {AVERAGE, MOMENTUM}
         if there & inner:
             there |= inner  # all of it, or the state would be a mixture
         # Without it, as after local steps, the inner optimizer begins anew, and so does an average.
-        found = {
-            key: _like(expected[key], self._own(name, read(f"optimizer/{name}/{key}")), f"{key} of {name}")
-            for key in there
+        if there:
+            self._load_entries(name, parameter, {key: expected[key] for key in there}, read)
+
+    def _load_entries(
+        self, name: str, parameter: Tensor, expected: Mapping[str, Tensor], read: Callable[[str], Tensor]
+    ) -> None:
+        """Hold these entries of a parameter's optimizer state; others stay as they are, or begin anew."""
+        own = {
+            key: _like(like, self._own(name, read(f"optimizer/{name}/{key}")), f"{key} of {name}")
+            for key, like in expected.items()
         }
-        own = {key: value.to(parameter.device) for key, value in found.items()}
-        self._optimizer[name] = self.optimizer.initial(parameter.detach()) | own
+        own = {key: value.to(parameter.device) for key, value in own.items()}
+        self._optimizer[name] = self._optimizer.get(name, self.optimizer.initial(parameter.detach())) | own
 
     def _own(self, name: str, whole: Tensor) -> Tensor:
         part = self.parts.get(name)

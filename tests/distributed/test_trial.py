@@ -70,8 +70,7 @@ class End:
 
 
 def whole(state: TrainState) -> dict[str, Tensor]:
-    held, kept = state.contents(copy=True)
-    return held | {f"{name}/{key}": value for name, entries in kept.items() for key, value in entries.items()}
+    return {key: value.clone() for key, value in state.tensors().items()}
 
 
 def try_out(
