@@ -54,7 +54,7 @@ def rendezvous(
     Connections are encrypted, and nobody gets in without the token that `horizonml token` makes. Ranks on this machine
     alone need none; a command's ranks get one that is made for them.
     """
-    from horizonml.runtime.serve import become_service, serve_command
+    from horizonml.runtime.command import become_service, serve_command
 
     if not command:
         become_service(host, 29400 if port is None else port, inherited, insecure)

@@ -1,30 +1,40 @@
-"""Runs a command that starts ranks, and ends all its processes together.
+"""Runs the rendezvous service, alone or around a command that starts ranks; without PyTorch, in little memory.
 
 The command may be anything: a script that starts ranks in the background, an mpirun, a torchrun. It stays in this
 process's group, so it uses the terminal as if it had been started alone. Orphaned descendants become children of this
-process, so that all of them can be found.
+process, so that all its processes can be found, and end together.
 
-Decides with which token a process meets the others, and refuses to be reached from other machines without one.
+A service, or a process that meets others at one, is not reached from other machines without a token, unless the user
+accepts that.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
+import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import psutil
 
 from horizonml.errors import JobError, SecurityError
-from horizonml.machine.network import is_loopback
-from horizonml.machine.signals import LAUNCHER, StopRequest, launcher_name
+from horizonml.machine.code import python_module
+from horizonml.machine.network import is_loopback, listen
+from horizonml.machine.signals import LAUNCHER, StopRequest, handling, launcher_name
 from horizonml.rendezvous.client import Endpoint
-from horizonml.security.token import INSECURE, TOKEN, Token, find_token
+from horizonml.rendezvous.service import SETTLE_SECONDS, Service
+from horizonml.runtime.process import run_and_exit
+from horizonml.security.token import INSECURE, TOKEN, Token, find_token, make_token
 
+RENDEZVOUS = "HORIZONML_RENDEZVOUS"
 STOP_SECONDS = 60.0  # for ranks that were asked to stop, to finish their step and save a checkpoint
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # see prctl(2)
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -165,3 +175,68 @@ def warn_of_strangers(address: str) -> None:
     if not is_loopback(address.rpartition(":")[0].strip("[]")):
         words = f"warning: {address} has no token: any stranger who reaches it can take part, and read what is sent"
         print(words, file=sys.stderr, flush=True)
+
+
+def serve(host: str, port: int, inherited: int | None, without_token: bool) -> None:
+    """Serve the rendezvous on an address, or on an inherited listening socket, until SIGTERM or SIGINT.
+
+    Raises RendezvousError or SecurityError.
+    """
+    stop = StopRequest()
+    with handling(stop.note):
+        token = token_of_service(host if inherited is None else "localhost", without_token)
+        if token is None:
+            warn_of_strangers(f"{host}:{port}")
+        listener = listen(host, port) if inherited is None else socket.socket(fileno=inherited)
+        # If ranks have met earlier at a service at this address, the service waits for those.
+        service = Service(listener, tls_of(token), settle=SETTLE_SECONDS if inherited is None else 0.0)
+        print(f"rendezvous service on {host}:{service.port}", flush=True)
+        service.run(lambda: stop.wanted)
+
+
+def become_service(host: str, port: int, inherited: int | None, without_token: bool) -> NoReturn:
+    """Let this process be one that does nothing but `serve`, in half the memory that the command line takes."""
+    options = json.dumps([host, port, inherited, without_token])
+    sys.stdout.flush()
+    os.execv(sys.executable, python_module(__name__, options))  # noqa: S606  (no shell is involved)
+
+
+def serve_command(host: str, port: int, advertise: str | None, command: Sequence[str], without_token: bool) -> int:
+    """Serve the rendezvous until a command that starts ranks has ended, and return its exit code.
+
+    The command finds the service's address, with `advertise` as the host, in HORIZONML_RENDEZVOUS, and the token in
+    HORIZONML_TOKEN, which is made for it if there is none. A signal asks the command, and all that it has started, to
+    end. Raises RendezvousError, SecurityError or JobError.
+    """
+    stop = StopRequest()
+    with handling(stop.note):
+        token = None if without_token or insecure() else find_token() or make_token()
+        if token is None:
+            warn_of_strangers(f"{host}:{port}")
+        listener = listen(host, port)
+        wildcard = host in ("0.0.0.0", "::")  # noqa: S104
+        address = f"{advertise or (socket.gethostname() if wildcard else host)}:{listener.getsockname()[1]}"
+        print(f"rendezvous service at {address}", file=sys.stderr, flush=True)
+        env = {**os.environ, RENDEZVOUS: address, **({TOKEN: token.text} if token is not None else {INSECURE: "1"})}
+        # The socket listens already, so the ranks need not wait for the service.
+        with Command(command, env, stop) as running:
+            service, done = Service(listener, tls_of(token)), threading.Event()
+            thread = threading.Thread(target=service.run, args=(done.is_set,), name="rendezvous", daemon=True)
+            thread.start()
+            code = running.wait()
+            done.set()
+            thread.join(5)
+            return code
+
+
+def tls_of(token: Token | None) -> ssl.SSLContext | None:
+    """Return how a service protects its connections with a token, if it has one."""
+    if token is None:
+        return None
+    from horizonml.security.tls import server_context
+
+    return server_context(token)
+
+
+if __name__ == "__main__":
+    run_and_exit(lambda: serve(*json.loads(sys.argv[1])))
