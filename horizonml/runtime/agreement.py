@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from horizonml.comm.expected import fields, optional, text
+from horizonml.comm.expected import fields, instance, optional, plain, text
 from horizonml.comm.group import Group
 from horizonml.data.choose import agree, describe
 from horizonml.data.dataset import DataInfo
@@ -40,7 +40,7 @@ from horizonml.profiling.measure import cached_profile, kept_profile
 from horizonml.profiling.probe import MOST_PROBED, MessageCost, probe_network, probe_pairs
 from horizonml.profiling.watts import device_watts
 from horizonml.runtime.capacity import why_untried
-from horizonml.runtime.stragglers import Forecast
+from horizonml.runtime.stragglers import Decision, Forecast
 from horizonml.state.spec import Sgd
 from horizonml.tasks.choose import channels_for, task_for
 from horizonml.text import human_seconds
@@ -72,23 +72,11 @@ def known(measured: Measured | None, measured_for: Sequence[int], ranks: Sequenc
 
 
 @dataclass(frozen=True)
-class Agreed:
+class Agreed(Decision):
     """Holds a plan, what was measured for it, its forecast if it is automatic, and on rank 0 what it was made for."""
 
-    plan: Plan
-    forecast: Forecast | None = None
     problem: Problem | None = None
     measured: Measured | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan and its forecast as a JSON object, without the rest."""
-        return {"plan": self.plan.to_json(), "forecast": self.forecast.to_json() if self.forecast else None}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Agreed:
-        """Return what `to_json` was called on, without the rest."""
-        forecast = Forecast.from_json(value["forecast"]) if value["forecast"] is not None else None
-        return cls(Plan.from_json(value["plan"]), forecast)
 
 
 def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
@@ -167,8 +155,7 @@ def make_plan(
         return Agreed(plan)
     if not is_measured:
         measured = _measure(job, model, group, hosts, say, executions or ())
-    answer: dict[str, Any] = {}
-    problem = None
+    answer = problem = None
     if group.rank == 0:
         try:
             if not isinstance(measured, Measured):
@@ -176,17 +163,17 @@ def make_plan(
             hosts = with_contention(hosts, measured.contention)
             problem = describe_problem(job, model, info, measured.profiles, hosts, measured.network, measured.watts)
             check_watts(problem.objective, problem.watts, [f"{name} (rank {rank})" for rank, name in enumerate(names)])
-            answer = _decide(job, model, problem, names, executions or (), say).to_json()
+            answer = plain(_decide(job, model, problem, names, executions or (), say))
         except HorizonError as error:
-            answer = {"error": str(error)}
-    decided: Agreed | str = group.broadcast(answer, read=_decided)
+            answer = str(error)
+    decided: Decision | str = group.broadcast(answer, read=_decision_or_error)
     if isinstance(decided, str):
         raise PlanError(decided)
-    return replace(decided, measured=measured if isinstance(measured, Measured) else None, problem=problem)
+    return Agreed(decided.plan, decided.forecast, problem, measured if isinstance(measured, Measured) else None)
 
 
-def _decided(value: Any) -> Agreed | str:
-    return text(value["error"]) if "error" in value else Agreed.from_json(value)
+def _decision_or_error(value: Any) -> Decision | str:
+    return text(value) if isinstance(value, str) else instance(Decision)(value)
 
 
 def _measure(
@@ -260,7 +247,7 @@ def _decide(
     names: Sequence[str],
     executions: Sequence[Execution],
     say: Callable[[str], None],
-) -> Agreed:
+) -> Decision:
     """Choose the plan, and report what is worth knowing about it. Raises PlanError."""
     choice = choose_or_say_why(job, model, problem)
     taken = human_seconds(choice.prediction.seconds)
@@ -282,7 +269,7 @@ def _decide(
     if not choice.prediction.fits:
         reason = shortage(problem, choice, names)
         say(f"warning: no plan was found that fits into the ranks' memory; this one comes nearest: {reason}")
-    return Agreed(choice.plan, forecast)
+    return Decision(choice.plan, forecast)
 
 
 def _say_crowded(

@@ -47,8 +47,8 @@ class GroupPlan:
         A rank that does not know it takes it over from one that does.
         """
         life, kept = self.life, self.life.plans.get(tuple(self.started_as))
-        found = next((one.plan for one in told if one.plan is not None), None)
-        if found is None:
+        decided = next((one.plan for one in told if one.plan is not None), None)
+        if decided is None:
             measured = known(life.measured, life.measured_for, self.started_as)
             used = self.guard.executions().layers  # profiles are taken without bf16 as long as it is not allowed
             context = life.job, self.model, info, self.group, hosts, self.names, self.say, measured, used
@@ -56,8 +56,10 @@ class GroupPlan:
             refuse_what_cannot_fit(found.plan, self.model, optimizer_copies(life.job), hosts, self.names)
             if found.measured is not None and found.measured is not measured:
                 life.measured, life.measured_for = found.measured, self.started_as
-        elif kept is not None and kept.to_json() == found.to_json():
+        elif kept is not None and (kept.plan, kept.forecast) == (decided.plan, decided.forecast):
             found = kept  # which, on rank 0, also knows the problem
+        else:
+            found = Agreed(decided.plan, decided.forecast)
         found.plan.check(len(self.model.chain), self.group.world_size)  # it may be another rank's
         self._remember(found)
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from horizonml.comm.expected import boolean, measure, optional
+from horizonml.comm.expected import boolean, instance, measure, optional, plain
 from horizonml.comm.group import Group
 from horizonml.data.dataset import Data
 from horizonml.data.sampler import sampler_for
@@ -46,7 +46,7 @@ from horizonml.planner.saving import is_better, with_objective
 from horizonml.runtime.agreement import Agreed
 from horizonml.runtime.capacity import LOCAL_STEPS, MOST_WARM_UPS, NOT_HELD_OUT, too_short, trial_steps
 from horizonml.runtime.life import Life
-from horizonml.runtime.stragglers import Forecast
+from horizonml.runtime.stragglers import Decision
 from horizonml.runtime.trainer import held_out_batches, training_batch
 from horizonml.state.optim import learning_rate
 from horizonml.state.train_state import TrainState
@@ -361,12 +361,12 @@ class Guard:
             if search and problem.constraints.local is None:
                 other = with_objective(problem, evaluator)
                 found = other if is_better(problem, other, found, _WORTH) else found
-            answer = {"plan": found.plan.to_json(), "forecast": Forecast.of(found).to_json()}
-        decided: Agreed | None = self._group.broadcast(answer, read=optional(Agreed.from_json))
+            answer = plain(Decision.of(found))
+        decided: Decision | None = self._group.broadcast(answer, read=optional(instance(Decision)))
         if decided is None or decided.forecast is None:  # rank 0 joined after the plan was made: nothing is known
             return replace(agreed, plan=plan)
         self._say(f"with what may be used, a step is predicted to take {human_seconds(decided.forecast.seconds)}")
-        return replace(decided, problem=problem, measured=agreed.measured)
+        return Agreed(decided.plan, decided.forecast, problem, agreed.measured)
 
     def executions(self) -> Executions:
         """Return how this rank runs layers, as the run may."""

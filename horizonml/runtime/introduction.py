@@ -24,12 +24,13 @@ from horizonml.models.cutting import Cutting
 from horizonml.models.zoo import Model
 from horizonml.plan.execution import Execution
 from horizonml.planner.strategies import may_cut
-from horizonml.runtime.agreement import Agreed, check_weights, known, model_for
+from horizonml.runtime.agreement import check_weights, known, model_for
 from horizonml.runtime.capacity import Capacity
 from horizonml.runtime.cuts import check_shared_parameters, is_checked, proven_cutting
 from horizonml.runtime.life import Life
 from horizonml.runtime.recording import device_facts
 from horizonml.runtime.restore import Copies
+from horizonml.runtime.stragglers import Decision
 from horizonml.state.checkpoint import Arrival, Found
 from horizonml.state.resume import Memory
 from horizonml.state.runfolder import foreign
@@ -63,7 +64,7 @@ class Introduction:
     newest_checkpoint: int | None
     threads: Annotated[int, Field(ge=1, le=_MOST_THREADS)] | None
     executions: tuple[Execution, ...] | None
-    plan: Annotated[Agreed, AsJson(Agreed)] | None  # the plan that is known for these ranks
+    plan: Decision | None  # that is known for these ranks
     measured: bool  # whether what all these ranks measured is known
     seconds: float  # since training began
 

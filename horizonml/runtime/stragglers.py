@@ -12,11 +12,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated
 
 import torch
 
-from horizonml.comm.expected import fields, number, optional, text
+from horizonml.comm.expected import AsJson, fields, instance, number, optional, plain, text
 from horizonml.comm.group import Group, TreeSum
 from horizonml.machine.accelerator import computing
 from horizonml.machine.condition import Condition, State
@@ -65,14 +65,18 @@ class Forecast:
         ranks = range(len(found.computing))
         return cls(found.seconds, tuple(found.computing[r] for r in ranks), tuple(found.memory[r] for r in ranks))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the forecast as a JSON object."""
-        return {"seconds": self.seconds, "computing": list(self.computing), "memory": list(self.memory)}
+
+@dataclass(frozen=True)
+class Decision:
+    """Holds a plan, and its forecast if it was predicted, as rank 0 sends them to all ranks."""
+
+    plan: Annotated[Plan, AsJson(Plan)]
+    forecast: Forecast | None = None
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Forecast:
-        """Return the forecast from which `to_json` made `value`."""
-        return cls(float(value["seconds"]), tuple(map(float, value["computing"])), tuple(map(float, value["memory"])))
+    def of(cls, candidate: Candidate) -> Decision:
+        """Return the decision for a plan that was simulated."""
+        return cls(candidate.plan, Forecast.of(candidate))
 
 
 @dataclass(frozen=True)
@@ -102,10 +106,6 @@ def slowdowns(measured: Sequence[float], planned: Sequence[float], usual: float 
         return (1.0,) * len(measured)
     little = _LITTLE * usual * most
     return tuple(m / p / usual if p > 0 and abs(m - p * usual) > little else 1.0 for m, p in pairs)
-
-
-def _better(value: Any) -> tuple[Plan, Forecast]:
-    return Plan.from_json(value["plan"]), Forecast.from_json(value["forecast"])
 
 
 class Notices:
@@ -322,18 +322,18 @@ class StragglerDetector:
         self._late_at = found.now if late else self._late_at
         began = self._clock()
         answer, problem = self._search(steps, found.now) if self._original is not None else (None, None)
-        told = self._group.broadcast([answer, self._clock() - began], read=fields(optional(_better), number))
-        better, self._search_seconds = told
+        told = [plain(answer) if answer is not None else None, self._clock() - began]
+        read = fields(optional(instance(Decision)), number)
+        better, self._search_seconds = self._group.broadcast(told, read=read)
         self._searches_paid = max(self._searches_paid, found.now) + (1 + _BETWEEN) * self._search_seconds
-        if better is None:
+        if better is None or better.forecast is None:
             self._late_again *= 2 if late else 1
             return False
         self._moves.append(found.now)
         self.factors = self._found
         if self._pace is not None:
             self._pace.forget()
-        plan, forecast = better
-        self._adopt(plan, forecast, problem)
+        self._adopt(better.plan, better.forecast, problem)
         self._left = self._clock()
         return True
 
@@ -343,8 +343,8 @@ class StragglerDetector:
             return False
         return self._wall * steps > self._deadline - now
 
-    def _search(self, steps: int, now: float) -> tuple[dict[str, Any] | None, Problem | None]:
-        """Return the plan to go on with and its forecast as JSON, or None, and the problem that it was made for."""
+    def _search(self, steps: int, now: float) -> tuple[Decision | None, Problem | None]:
+        """Return the plan to go on with, or None, and the problem that it was made for."""
         original = self._original
         assert original is not None
         profiles = [one.scaled(factor) for one, factor in zip(original.profiles, self._found, strict=True)]
@@ -363,8 +363,7 @@ class StragglerDetector:
             return None, None
         if not is_better(problem, other, present, _WORTH) or (timed and saved <= self._cost(problem, other.plan)):
             return None, None
-        answer = {"plan": other.plan.to_json(), "forecast": Forecast.of(other).to_json()}
-        return answer, replace(problem, objective=original.objective)
+        return Decision.of(other), replace(problem, objective=original.objective)
 
     def _cost(self, problem: Problem, plan: Plan) -> float:
         """Return the seconds that a move to another plan is expected to take, one layer after the other."""
