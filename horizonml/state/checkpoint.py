@@ -109,7 +109,7 @@ class Checkpoints:
         self._resumption = Resumption(folder, group, self._disks, compatible, places)
         self._background = Background(group, "checkpoints", _SLOWEST_DISK)
         self._results: SimpleQueue[Saved] = SimpleQueue()
-        self._drift_told = self._broken_told = self._crowded_told = False
+        self._told: set[str] = set()  # the warnings that are given once
         self._causes: list[str] = []  # of the last failure, as they were told
 
     def _begin(self) -> None:
@@ -156,16 +156,10 @@ class Checkpoints:
         elif any(busy for busy, _ in ready):
             self._skip(state.step, [rank for rank, (busy, _) in enumerate(ready) if busy])
         elif any(broken for _, broken in ready):
-            if not self._broken_told:
-                _log.warning(
-                    "the threads that write checkpoints lost one another: from now on, training waits for them"
-                )
-                self._broken_told = True
+            self._warn_once("the threads that write checkpoints lost one another: from now on, training waits for them")
             self.save(state, plan, details)
         elif not roomy:
-            if not self._crowded_told:
-                _log.warning("there is too little memory for a copy of the state: training waits for its checkpoints")
-                self._crowded_told = True
+            self._warn_once("there is too little memory for a copy of the state: training waits for its checkpoints")
             self.save(state, plan, details)
         else:
             snapshot = take(state, plan, self._group, self._disks, details, copy=True)
@@ -226,24 +220,27 @@ class Checkpoints:
         own = [self._background.busy, self._background.broken, digests]
         reports = self._group.gather_json(own, fields(boolean, boolean, mapping(text)))
         drifted = share_state(state, plan, self._group, [sums for _, _, sums in reports])
-        if drifted and not self._drift_told:
-            _log.warning(
+        if drifted:
+            self._warn_once(
                 "rank %s rounds differently from the first member of its stage, and takes over that member's state at "
                 "every checkpoint",
                 ", ".join(str(rank) for rank, _ in drifted),
             )
-            self._drift_told = True
         return [(busy, broken) for busy, broken, _ in reports]
 
     def _skip(self, step: int, ranks: list[int]) -> None:
         self.skipped += 1
-        if self.skipped == 1:
-            _log.warning(
-                "there will be no checkpoint of step %d: the one before is still being written by %s. Further "
-                "ones may be left out as well; a larger checkpoint.every_steps or a faster disk helps",
-                step,
-                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}",
-            )
+        self._warn_once(
+            "there will be no checkpoint of step %d: the one before is still being written by %s. Further ones may be "
+            "left out as well; a larger checkpoint.every_steps or a faster disk helps",
+            step,
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}",
+        )
+
+    def _warn_once(self, text: str, *values: object) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning(text, *values)
 
     def _note(self, saved: Saved) -> None:
         """Keep what became of a checkpoint, and tell the user, unless it failed like the one before."""

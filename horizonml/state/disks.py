@@ -27,10 +27,10 @@ from torch import Tensor
 
 from horizonml.comm.expected import optional, text, whole
 from horizonml.comm.group import Group
-from horizonml.comm.work import Work
 from horizonml.errors import CheckpointError
 from horizonml.plan.plan import Plan
 from horizonml.state.average import in_common, is_inner
+from horizonml.state.carry import Parcel, carry
 from horizonml.state.runfolder import PROBE
 from horizonml.state.shards import inner_name
 from horizonml.state.train_state import TrainState
@@ -135,34 +135,26 @@ class Disks:
         fails on the way does not stop the other copies: what went wrong is returned, in the order of ranks, on all of
         them. Received files are verified when they are used. Raises PeerLost.
         """
-        rank, channel = group.rank, group.channel("files")
+        rank = group.rank
         copies = [copy for copy in copies if copy.source != copy.target]
-        mine = {copy: _Partial(copy.path, sending=copy.source == rank) for copy in copies if copy.concerns(rank)}
+        own = [copy for copy in copies if rank in (copy.source, copy.target)]
+        mine = {copy: _Partial(copy.path, sending=copy.source == rank) for copy in own}
         try:
             for start in range(0, max((copy.size for copy in copies), default=0), _CHUNK):
-                works: list[tuple[Work, int]] = []
-                received: list[tuple[_Partial, Tensor]] = []
-                for number, copy in enumerate(copies):
-                    size = min(_CHUNK, copy.size - start)
-                    if copy not in mine or size <= 0:
-                        continue
-                    if copy.source == rank:
-                        chunk = mine[copy].read(size)
-                        works.append((group.send(chunk, copy.target, channel.tag(number)), copy.target))
-                    else:
-                        chunk = torch.empty(size, dtype=torch.uint8)
-                        works.append((group.receive(chunk, copy.source, channel.tag(number)), copy.source))
-                    received.append((mine[copy], chunk))  # also keeps the tensor alive while it is sent
-                for work, peer in works:
-                    group.wait(work, peer)
-                for partial, chunk in received:
-                    partial.write(chunk)
+                chunks: dict[Copy, Parcel] = {}
+                for copy, partial in mine.items():
+                    if start < copy.size:
+                        chunk = partial.chunk(min(_CHUNK, copy.size - start))
+                        chunks[copy] = Parcel(copy.path.name, chunk, copy.source, copy.target)
+                carry(chunks.values(), group, "files")
+                for copy, parcel in chunks.items():
+                    mine[copy].write(parcel.tensor)
                 group.barrier()
         finally:
             for partial in mine.values():
                 partial.close()
-        own = next((partial.problem for partial in mine.values() if partial.problem is not None), None)
-        problems = group.gather_json(own, optional(text)) if copies else []
+        problem = next((partial.problem for partial in mine.values() if partial.problem is not None), None)
+        problems = group.gather_json(problem, optional(text)) if copies else []
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
 
 
@@ -174,10 +166,6 @@ class Copy:
     size: int
     source: int
     target: int
-
-    def concerns(self, rank: int) -> bool:
-        """Return whether the rank sends or receives the file."""
-        return rank in (self.source, self.target)
 
 
 class _Partial:
@@ -196,11 +184,11 @@ class _Partial:
         except OSError as error:
             self._give_up(error)
 
-    def read(self, size: int) -> Tensor:
-        """Return the next bytes, on the sending end."""
+    def chunk(self, size: int) -> Tensor:
+        """Return the next bytes, on the sending end, or memory for them."""
         chunk, done = torch.zeros(size, dtype=torch.uint8), 0
         view = chunk.numpy().data
-        while self._file is not None and done < size:
+        while self._file is not None and self._sending and done < size:
             try:
                 count = self._file.readinto(view[done:])
             except OSError as error:

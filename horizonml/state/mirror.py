@@ -34,6 +34,7 @@ from horizonml.comm.group import Group
 from horizonml.comm.work import MessageLog, Work
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
+from horizonml.state.carry import Parcel
 from horizonml.state.train_state import TrainState
 
 
@@ -254,13 +255,13 @@ class Mirror:
                 if self.parts:
                     self._arriving[rank] = self._own
             assert self._own is not None
-            if end > begin:
-                self._works.append((self._group.send(self._own[begin:end], target, tag), target))
+            content = self._own
         else:
             if course.cycle(step)[1] == 0:
                 self._arriving[owner] = torch.empty(course.bytes, dtype=torch.uint8)
-            if end > begin:
-                self._works.append((self._group.receive(self._arriving[owner][begin:end], owner, tag), owner))
+            content = self._arriving[owner]
+        if end > begin:
+            self._works.append(Parcel("", content[begin:end], owner, target).begin(self._group, tag))
 
     def _finish_slices(self, step: int) -> None:
         """Wait for the slices of the step before, and drop what newer copies make superfluous."""

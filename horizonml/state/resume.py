@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,23 @@ class ShardsAway(CheckpointError):
         self.machines = machines
 
 
+class _Foreign(CheckpointError):
+    """Reports that a checkpoint belongs to another run, as older ones there will."""
+
+
 @dataclass(frozen=True)
 class _Problem:
-    """Describes why a checkpoint cannot be resumed; `final` if an older one could not be resumed either."""
+    """Tells other ranks why a checkpoint cannot be resumed."""
 
     text: str
-    final: bool = False
-    away: tuple[str, ...] = ()  # the machines that keep what is missing and are not in the group
+    final: bool  # whether an older one could not be resumed either
+    away: tuple[str, ...]  # the machines that keep what is missing and are not in the group
+
+    @classmethod
+    def of(cls, error: CheckpointError) -> _Problem:
+        """Describe an error."""
+        away = error.machines if isinstance(error, ShardsAway) else ()
+        return cls(str(error), isinstance(error, _Foreign), tuple(away))
 
 
 @dataclass(frozen=True)
@@ -76,14 +87,6 @@ class _Seen:
     term: Term = _FIRST  # of the group that saved it
     shards: dict[str, str] = field(default_factory=dict)  # the intact ones, and their SHA-256
     problems: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Located:
-    """Describes a checkpoint of which nothing is missing, and the ranks whose disks have each of its shards."""
-
-    metadata: Metadata
-    where: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,17 @@ class Resumption:
             for problem in damaged:
                 _log.warning("%s; a copy, or the checkpoint before, is used instead", problem)
             for having in _versions(seen):
-                outcome = self._resume_from(state, plan, name, having)
-                refused = self._first_problem(outcome)
+                metadata = own = None
+                try:
+                    metadata = self._resume_from(state, plan, name, having)
+                except CheckpointError as error:
+                    own = plain(_Problem.of(error))
+                everyone = self.group.gather_json(own, optional(instance(_Problem)))
+                refused = next((one for one in everyone if one is not None), None)
                 if refused is None:
-                    assert isinstance(outcome, Metadata)
-                    self._take_inner(state, plan, self.folder / name, outcome)
-                    return outcome
+                    assert metadata is not None
+                    self._take_inner(state, plan, self.folder / name, metadata)
+                    return metadata
                 if refused.final:
                     raise CheckpointError(refused.text)
                 damaged.append(refused.text)
@@ -133,9 +141,9 @@ class Resumption:
             if step_of(Path(name)) <= step:
                 return None
             for having in _versions(self._look_around(name)):
-                found = self._locate(self.folder / name, having)
-                if isinstance(found, _Located) and self._foreign(found.metadata) is None:
-                    return found.metadata.step
+                with suppress(CheckpointError):
+                    metadata, _ = self._locate(self.folder / name, having)
+                    return metadata.step
         return None
 
     def _names(self) -> list[str]:
@@ -162,35 +170,24 @@ class Resumption:
         shards = {name: metadata.shards[name].sha256 for name in names}
         return _Seen(_version(metadata), Term(metadata.restarts, metadata.generation), shards, tuple(problems))
 
-    def _first_problem(self, outcome: Metadata | _Problem) -> _Problem | None:
-        """Return the first problem that any rank has; all ranks call this and return the same."""
-        own = plain(outcome) if isinstance(outcome, _Problem) else None
-        found = self.group.gather_json(own, optional(instance(_Problem)))
-        return next((problem for problem in found if problem is not None), None)
-
-    def _resume_from(self, state: TrainState, plan: Plan, name: str, seen: list[_Seen]) -> Metadata | _Problem:
-        """Load one checkpoint; `seen[r]` is what rank r has of it."""
+    def _resume_from(self, state: TrainState, plan: Plan, name: str, seen: list[_Seen]) -> Metadata:
+        """Load one checkpoint; `seen[r]` is what rank r has of it. Raises CheckpointError, unless it loads on all."""
         path, rank = self.folder / name, self.group.rank
-        found = self._locate(path, seen)
-        if isinstance(found, _Problem):
-            return found
-        metadata = found.metadata
-        foreign = self._foreign(metadata)
-        if foreign is not None:
-            advice = "use another name or folder, or start over (--fresh, or fresh=True in Python)"
-            return _Problem(f"{path} belongs to another run: {foreign}; {advice}", final=True)
-        try:
-            for number, saved in enumerate(metadata.plan.stages):
-                name = shard_name(number)
-                check_shard(state, f"{path / name}", saved.start, saved.stop, metadata.shards[name].bytes)
-        except CheckpointError as error:
-            return _Problem(str(error))
-        problem = self._complete(path, metadata, plan, found.where, not seen[rank].version)
-        if problem is not None:
-            return problem
+        metadata, where = self._locate(path, seen)
+        for number, saved in enumerate(metadata.plan.stages):
+            name = shard_name(number)
+            check_shard(state, f"{path / name}", saved.start, saved.stop, metadata.shards[name].bytes)
+        self._complete(path, metadata, plan, where, not seen[rank].version)
         spans = [(plan.stages[number].start, plan.stages[number].stop) for number in plan.stages_of(rank)]
         files = list(dict.fromkeys(file for start, stop in spans for file in metadata.needed(start, stop)))
-        return _load(state, path, metadata, files)
+        with opened(path, {file: metadata.shards[file] for file in files}) as (names, read):
+            try:
+                state.load(read, names)
+            except KeyError as error:
+                raise CheckpointError(f"{path} has no tensor {error}") from error
+            except ValueError as error:
+                raise _Foreign(f"{path} belongs to another model: {error}") from error
+        return metadata
 
     def _take_inner(self, state: TrainState, plan: Plan, path: Path, metadata: Metadata) -> None:
         """Load the optimizer's state as a member that took local steps had it; all ranks call this.
@@ -218,14 +215,14 @@ class Resumption:
             except ValueError as error:
                 _log.warning("%s: %s; the optimizer begins anew", path, error)
 
-    def _locate(self, path: Path, seen: list[_Seen]) -> _Located | _Problem:
-        """Return what one checkpoint consists of, and where that is; `seen[r]` is what rank r has of it."""
+    def _locate(self, path: Path, seen: list[_Seen]) -> tuple[Metadata, dict[str, list[int]]]:
+        """Return what one checkpoint consists of, and the ranks whose disks have each of its shards.
+
+        `seen[r]` is what rank r has of it. Raises CheckpointError on all ranks if it cannot be resumed.
+        """
         holder = next(rank for rank, there in enumerate(seen) if there.version)
         own = read_metadata(path).model_dump() if seen[self.group.rank].version else None  # as a moment ago
-        try:
-            metadata = check(self.group.broadcast(own, holder), path)
-        except CheckpointError as error:
-            return _Problem(str(error))
+        metadata = check(self.group.broadcast(own, holder), path)
         where = {
             file: [rank for rank, there in enumerate(seen) if there.shards.get(file) == shard.sha256]
             for file, shard in metadata.shards.items()
@@ -235,21 +232,17 @@ class Resumption:
             kept = sorted({machine for file in lost for machine in metadata.shards[file].machines})
             where_kept = f" (kept by {', '.join(kept)})" if kept else ""
             words = f"{path}: {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} missing{where_kept}"
-            return _Problem(words, away=tuple(machine for machine in kept if machine not in self.places))
-        return _Located(metadata, where)
-
-    def _foreign(self, metadata: Metadata) -> str | None:
-        """Return in what a checkpoint does not agree with this run, or None if it does."""
+            raise ShardsAway(words, [machine for machine in kept if machine not in self.places])
         for key, value in self.compatible.items():
-            saved = metadata.compatible.get(key)
-            if saved != value:
-                return f"{key} was {saved}, now it is {value}"
-        return None
+            if metadata.compatible.get(key) != value:
+                raise _Foreign(
+                    f"{path} belongs to another run: {key} was {metadata.compatible.get(key)}, now it is {value}; use "
+                    "another name or folder, or start over (--fresh, or fresh=True in Python)"
+                )
+        return metadata, where
 
-    def _complete(
-        self, path: Path, metadata: Metadata, plan: Plan, where: dict[str, list[int]], new: bool
-    ) -> _Problem | None:
-        """Bring the shards that ranks need to their disks; return what went wrong there, on all ranks.
+    def _complete(self, path: Path, metadata: Metadata, plan: Plan, where: dict[str, list[int]], new: bool) -> None:
+        """Bring the shards that ranks need to their disks. Raises CheckpointError on all ranks if that fails on any.
 
         `where` names the ranks whose disks have each shard; `new` says that this rank's disk has no metadata yet.
         """
@@ -271,7 +264,8 @@ class Resumption:
 
         # Ranks that share a disk with its lead read what the lead has received, so they wait for it here.
         problems = failed + self.disks.everywhere(finish, self.group)
-        return _Problem(problems[0]) if problems else None
+        if problems:
+            raise CheckpointError(problems[0])
 
 
 def check_shard(state: TrainState, name: str, start: int, stop: int, announced: int) -> None:
@@ -294,19 +288,6 @@ def _versions(seen: list[_Seen]) -> list[list[_Seen]]:
         [there if there.version == version else _Seen() for there in seen]
         for version in dict.fromkeys(there.version for there in versions)
     ]
-
-
-def _load(state: TrainState, path: Path, metadata: Metadata, files: list[str]) -> Metadata | _Problem:
-    try:
-        with opened(path, {file: metadata.shards[file] for file in files}) as (names, read):
-            state.load(read, names)
-    except CheckpointError as error:
-        return _Problem(str(error))
-    except KeyError as error:
-        return _Problem(f"{path} has no tensor {error}")
-    except ValueError as error:
-        return _Problem(f"{path} belongs to another model: {error}", final=True)
-    return metadata
 
 
 def _version(metadata: Metadata) -> str:
