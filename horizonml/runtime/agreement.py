@@ -64,13 +64,6 @@ class Measured:
         return Measured([self.profiles[rank] for rank in ranks], self.network.among(ranks), contention, watts)
 
 
-def known(measured: Measured | None, measured_for: Sequence[int], ranks: Sequence[int]) -> Measured | None:
-    """Return what was measured of some ranks, if that includes all of these; ranks are as they were started."""
-    if measured is None or not set(ranks) <= set(measured_for):
-        return None
-    return measured.among([measured_for.index(rank) for rank in ranks])
-
-
 @dataclass(frozen=True)
 class Agreed(Decision):
     """Holds a plan, what was measured for it, its forecast if it is automatic, and on rank 0 what it was made for."""

@@ -45,7 +45,7 @@ from horizonml.runtime.recording import (
     recorder_for,
     run_info,
 )
-from horizonml.runtime.restore import Place, Spare, is_older_than_disk, mirror_for, recover, restore
+from horizonml.runtime.restore import Spare, is_older_than_disk, mirror_for, recover, restore
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import train
 from horizonml.runtime.unreadable import find_unreadable
@@ -125,7 +125,7 @@ class Generation:
             checkpoints = Checkpoints(*given, arrival, seen)
         if found is not None and (anew or not is_older_than_disk(life, found.step, checkpoints, self.say)):
             copies = [one.copies for one in told]
-            source, followers = recover(life, info, found, course.plan, self._place(), copies)
+            source, followers = recover(life, info, found, course.plan, group, self.started_as, copies, self.say)
         if source is not None and checkpoints is not None:
             newest = (one.newest_checkpoint for one in told if one.newest_checkpoint is not None)
             checkpoints.newest = max(newest, default=None)
@@ -250,9 +250,6 @@ class Generation:
         found = describe_planning(self.life, self.started_as, model, hosts, devices, plan, used, measured)
         record_planning(found, self.say)
 
-    def _place(self) -> Place:
-        return Place(self.group, self.started_as, self.say)
-
     def _agree_on_begin(self, told: Sequence[Introduction]) -> tuple[bool, bool]:
         """Return whether no rank of this group has trained this run before, and whether it starts over.
 
@@ -282,7 +279,7 @@ class Generation:
         sizes = sorted({min(size, info.train), info.train % size} - {0})
         problems = [session.try_smallest(size) for size in sizes]
         digests = digests_of(state, compared, group.rank) if compared is not None else {}
-        told = group.exchange(_Ready(problems, digests, Spare.here(life, session, self._place())))
+        told = group.exchange(_Ready(problems, digests, Spare.here(life, session, self.started_as)))
         for rank, one in enumerate(told):
             for size, problem in zip(sizes, one.problems, strict=True):
                 if problem is not None:
@@ -350,7 +347,7 @@ class Generation:
         workers: Workers | None = None
 
         def mirror() -> Mirror | None:
-            made = mirror_for(life, session, self._place(), spare if not followed else None)
+            made = mirror_for(life, session, self.started_as, self.say, spare if not followed else None)
             life.last = Last(self.number, self.started_as, made, session.executions) if made is not None else None
             return made
 

@@ -12,7 +12,7 @@ from horizonml.data.dataset import Data, DataInfo
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
 from horizonml.planner.profile import Host
-from horizonml.runtime.agreement import Agreed, known, make_plan, optimizer_copies
+from horizonml.runtime.agreement import Agreed, make_plan, optimizer_copies
 from horizonml.runtime.capacity import refuse_what_cannot_fit
 from horizonml.runtime.guarding import Guard
 from horizonml.runtime.introduction import Introduction
@@ -49,7 +49,7 @@ class GroupPlan:
         life, kept = self.life, self.life.plans.get(tuple(self.started_as))
         decided = next((one.plan for one in told if one.plan is not None), None)
         if decided is None:
-            measured = known(life.measured, life.measured_for, self.started_as)
+            measured = life.measured_among(self.started_as)
             used = self.guard.executions().layers  # profiles are taken without bf16 as long as it is not allowed
             context = life.job, self.model, info, self.group, hosts, self.names, self.say, measured, used
             found = make_plan(*context, is_measured=told[0].measured)

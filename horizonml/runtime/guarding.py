@@ -36,7 +36,6 @@ from horizonml.engine.clock import Totals
 from horizonml.engine.session import Session
 from horizonml.errors import Diverged
 from horizonml.job.schema import Job
-from horizonml.machine.resources import memory_left
 from horizonml.plan.execution import Executions, without_bf16
 from horizonml.plan.lossy import LINK, PRECISION, SUMS, Choice, Setting, Tried
 from horizonml.plan.plan import Plan
@@ -48,6 +47,7 @@ from horizonml.runtime.capacity import LOCAL_STEPS, MOST_WARM_UPS, NOT_HELD_OUT,
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import Decision
 from horizonml.runtime.trainer import held_out_batches, training_batch
+from horizonml.state.carry import memory_here
 from horizonml.state.optim import learning_rate
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
@@ -145,8 +145,7 @@ class Trial:
             return too_short(self._job, self._per_epoch)
         if not self._data.info.held_out:
             return NOT_HELD_OUT
-        hosts = self._group.hosts
-        room = memory_left(processes=hosts.count(hosts[self._group.rank])) * _MEMORY > self._state.bytes()
+        room = memory_here(self._group) * _MEMORY > self._state.bytes()
         if not all(self._group.gather_json(room, boolean)):
             return "a rank has no memory for the copy of its state that a trial needs"
         return None

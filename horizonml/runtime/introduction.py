@@ -24,7 +24,7 @@ from horizonml.models.cutting import Cutting
 from horizonml.models.zoo import Model
 from horizonml.plan.execution import Execution
 from horizonml.planner.strategies import may_cut
-from horizonml.runtime.agreement import check_weights, known, model_for
+from horizonml.runtime.agreement import check_weights, model_for
 from horizonml.runtime.capacity import Capacity
 from horizonml.runtime.cuts import check_shared_parameters, is_checked, proven_cutting
 from horizonml.runtime.life import Life
@@ -125,7 +125,7 @@ class Introductions:
             life.threads,
             life.executions,
             plan,
-            known(life.measured, life.measured_for, self.started_as) is not None,
+            life.measured_among(self.started_as) is not None,
             time.monotonic() - (life.started or time.monotonic()),
         )
 

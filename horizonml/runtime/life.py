@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from horizonml.data.dataset import Data, DataInfo
@@ -77,6 +78,12 @@ class Life:
     newest_checkpoint: int | None = None
     observer: Observer | None = None  # of rank 0's records
     condition: Condition = field(default_factory=Condition)  # of this rank's device, compared with that at first
+
+    def measured_among(self, ranks: Sequence[int]) -> Measured | None:
+        """Return what was measured of some ranks, as they were started, if all of them were."""
+        if self.measured is None or not set(ranks) <= set(self.measured_for):
+            return None
+        return self.measured.among([self.measured_for.index(rank) for rank in ranks])
 
     def workers_for(self, data: Data, inputs: bool, targets: bool) -> Workers:
         """Return what loads samples for a group. Processes that load them for the next group, too, are not ended."""

@@ -27,13 +27,11 @@ from horizonml.engine.session import Trainer, replay
 from horizonml.errors import HorizonError, PeerLost, is_out_of_memory
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
-from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan, Stage
 from horizonml.profiling.probe import probe_network
-from horizonml.runtime.agreement import known
 from horizonml.runtime.life import Last, Life
 from horizonml.runtime.trainer import training_batch
-from horizonml.state.carry import Parcel, carry, move, senders
+from horizonml.state.carry import Parcel, carry, memory_here, move, senders
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.follow import who_follows
 from horizonml.state.mirror import Mirror, Rebuild, Replica, Report, buddy, owners, rebuilds, together
@@ -48,15 +46,6 @@ from horizonml.text import human_bytes
 
 Say = Callable[[str], None]  # tells the user, on rank 0
 _COPY = "copy"  # begins the names of copies, whereas the names of messages begin with a step
-
-
-@dataclass(frozen=True)
-class Place:
-    """Describes the group in which a rank recovers."""
-
-    group: Group
-    started_as: list[int]  # the rank that each member was started as
-    say: Say
 
 
 @dataclass(frozen=True)
@@ -94,7 +83,7 @@ def rebuild(
         return parts
     kept = [part.kept(lost, group.rank) for part in parts]
     contents = [serialise(own) if group.rank != part.builder else b"" for part, own in zip(parts, kept, strict=True)]
-    told = group.gather_json([list(map(len, contents)), _room(group)], fields(items(whole()), number))
+    told = group.gather_json([list(map(len, contents)), memory_here(group)], fields(items(whole()), number))
     _check_room(parts, told)
     parcels = []
     for index, part in enumerate(parts):
@@ -148,10 +137,6 @@ def _parts(
     if chosen is None or any(not 0 <= one.step <= found.step for one in chosen):
         return "a rank and the copy of its state were lost together, or the copy cannot be used"
     return [_Part(one, {old: places[old] for old in one.sources}, found.step) for one in chosen]
-
-
-def _room(group: Group) -> float:
-    return memory_left(processes=group.hosts.count(group.hosts[group.rank]))
 
 
 def _check_room(parts: Sequence[_Part], told: Sequence[Sequence[Any]]) -> None:
@@ -298,32 +283,39 @@ _LOG_SHARE = 0.2  # likewise, for the messages that a rank keeps
 
 
 def recover(
-    life: Life, info: DataInfo, found: Recovery, plan: Plan, place: Place, copies: Sequence[Copies | None]
+    life: Life,
+    info: DataInfo,
+    found: Recovery,
+    plan: Plan,
+    group: Group,
+    started_as: list[int],
+    copies: Sequence[Copies | None],
+    say: Say,
 ) -> tuple[Source | None, frozenset[int]]:
     """Bring the state that ranks have in memory to a plan; all ranks of the group call this, with all ranks' copies.
 
-    Return where the state was taken from, or None if it is not complete, and the ranks that are to follow the others
-    until they have it, too. Raises PeerLost.
+    `started_as` are the ranks as they were started. Return where the state was taken from, or None if it is not
+    complete, and the ranks that are to follow the others until they have it, too. Raises PeerLost.
     """
     state, source = life.state, Source.MEMORY
     assert state is not None
     if found.missing:
-        rebuilt = rebuild(life.job, info, state, life.last, found, place.group, place.started_as, copies)
+        rebuilt = rebuild(life.job, info, state, life.last, found, group, started_as, copies)
         if isinstance(rebuilt, str):
-            place.say(f"the state of step {found.step} cannot be completed without the lost ranks: {rebuilt}")
+            say(f"the state of step {found.step} cannot be completed without the lost ranks: {rebuilt}")
             state.drop()
             return None, frozenset()
         found, source = rebuilt, Source.REPLICA
     if state.parts:
         state.keep([])  # parts of a group that is over are no layers
     moves = senders(found.holders, plan)
-    following = who_follows(state, moves, found.holders, plan, place.group, place.say)
+    following = who_follows(state, moves, found.holders, plan, group, say)
     moves = [one for one in moves if one[2] not in following]
     if moves:
-        move(state, moves, place.group)
-    if place.group.rank in following:
+        move(state, moves, group)
+    if group.rank in following:
         state.drop()
-    state.step, state.valid = found.step, place.group.rank not in following
+    state.step, state.valid = found.step, group.rank not in following
     return source, following
 
 
@@ -336,14 +328,15 @@ class Spare:
     measured: bool  # whether this rank knows the links
 
     @classmethod
-    def here(cls, life: Life, session: Trainer, place: Place) -> Spare:
+    def here(cls, life: Life, session: Trainer, started_as: Sequence[int]) -> Spare:
         """Return that of this rank."""
         size = session.state.bytes() if session.group.rank in owners(session.plan) else 0
-        measured = known(life.measured, life.measured_for, place.started_as)
-        return cls(size, _room(session.group), measured is not None)
+        return cls(size, memory_here(session.group), life.measured_among(started_as) is not None)
 
 
-def mirror_for(life: Life, session: Trainer, place: Place, spare: Sequence[Spare] | None = None) -> Mirror | None:
+def mirror_for(
+    life: Life, session: Trainer, started_as: Sequence[int], say: Say, spare: Sequence[Spare] | None = None
+) -> Mirror | None:
     """Return what copies the state of ranks to each other's memory, if the plan needs that and there is room for it.
 
     All ranks of the group call this; `spare` is what each has to spare, if they know it already.
@@ -352,13 +345,13 @@ def mirror_for(life: Life, session: Trainer, place: Place, spare: Sequence[Spare
     group.log = None  # drops that of an earlier plan
     if not recovery.mirror or not owners(plan):
         return None
-    measured = known(life.measured, life.measured_for, place.started_as)
+    measured = life.measured_among(started_as)
     if spare is None:
-        spare = group.exchange(Spare.here(life, session, place))
+        spare = group.exchange(Spare.here(life, session, started_as))
     short = crowded(plan, [one.size for one in spare], [one.left for one in spare], group.hosts)
     if short is not None:
         rank, needed = short
-        place.say(
+        say(
             f"warning: ranks keep no copies of each other's state: rank {rank} would need {human_bytes(needed)} "
             f"for them, with {human_bytes(spare[rank].left)} left. If a rank is lost that alone holds some "
             "state, all go on from a checkpoint (recovery.mirror: false turns copies and this warning off)"

@@ -21,6 +21,7 @@ from horizonml.comm.expected import boolean, fields, items, mapping, text, whole
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.errors import PeerLost, StateDiffers
+from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
 from horizonml.state.average import in_common
 from horizonml.state.train_state import TrainState
@@ -29,6 +30,11 @@ Moves = list[tuple[int, int, int]]  # (layer, from, to), in the order of layers
 Holders = Sequence[Sequence[int]]  # the ranks that hold each layer
 Digests = dict[str, str]  # of the state of each stage that a rank shares with others, by the stage's number
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def memory_here(group: Group) -> float:
+    """Return the bytes of memory that are left for this rank, as one of those on its machine."""
+    return memory_left(processes=group.hosts.count(group.hosts[group.rank]))
 
 
 def holders(plan: Plan) -> Holders:

@@ -27,11 +27,10 @@ from horizonml.comm.group import Group
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import CheckpointError, PeerLost, is_out_of_memory
 from horizonml.job.schema import Job
-from horizonml.machine.resources import memory_left
 from horizonml.models.zoo import Model
 from horizonml.plan.lossy import tried_from
 from horizonml.plan.plan import Plan
-from horizonml.state.carry import digests_of, share_state
+from horizonml.state.carry import digests_of, memory_here, share_state
 from horizonml.state.disks import Probe, Snapshot, Token, find_disks, take
 from horizonml.state.resume import Resumption
 from horizonml.state.runfolder import Fence, Term
@@ -149,7 +148,7 @@ class Checkpoints:
         then training waits. It also waits if a rank has no memory for its copy. `finished` tells what became of each.
         """
         started = time.perf_counter()
-        roomy = all(self._group.gather_json(self._has_room(state), boolean))
+        roomy = all(self._group.gather_json(state.bytes() < memory_here(self._group), boolean))
         ready = self._prepare(state, plan)
         if must and any(busy for busy, _ in ready):
             self.save(state, plan, details)
@@ -183,10 +182,6 @@ class Checkpoints:
         if together:  # or the first to end would break the connections in which the others agree that it is complete
             with suppress(PeerLost):
                 self._group.barrier()
-
-    def _has_room(self, state: TrainState) -> bool:
-        hosts = self._group.hosts
-        return state.bytes() < memory_left(processes=hosts.count(hosts[self._group.rank]))
 
     def finished(self) -> list[Saved]:
         """Return what became of the checkpoints that were written since the last call."""

@@ -24,9 +24,8 @@ from horizonml.comm.expected import boolean, fields, number, whole
 from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
 from horizonml.machine.accelerator import computing
-from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
-from horizonml.state.carry import Holders, Moves, Parcel, holders, parcels, senders
+from horizonml.state.carry import Holders, Moves, Parcel, holders, memory_here, parcels, senders
 from horizonml.state.saver import Background
 from horizonml.state.train_state import TrainState
 from horizonml.text import human_bytes
@@ -84,7 +83,7 @@ def _moves(plan: Plan, following: frozenset[int]) -> Moves:
 
 def room_for(group: Group) -> float:
     """Return the bytes that following may take on this rank."""
-    left, compute = memory_left(processes=group.hosts.count(group.hosts[group.rank])), computing()
+    left, compute = memory_here(group), computing()
     there, taken = compute.memory(), compute.taken()
     return _SHARE * (left if there is None or taken is None else min(left, there - taken))
 

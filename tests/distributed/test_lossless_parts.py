@@ -17,7 +17,7 @@ from horizonml.errors import PeerLost
 from horizonml.machine.signals import StopRequest
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.runtime.life import Last, Life
-from horizonml.runtime.restore import Place, crowded, recover
+from horizonml.runtime.restore import crowded, recover
 from horizonml.state.carry import hand_over
 from horizonml.state.mirror import Mirror, Rebuild, Report, buddy, keepers, owners, rebuilds
 from horizonml.state.parts import Part, joined
@@ -127,7 +127,7 @@ def go_on(rank: int, world_size: int, store: Store, folder: Path, scene: Scene, 
     if set(last.members) <= set(members):
         last.mirror.keep_parts(state)
     copies = copies_in(group, last)
-    source, _ = recover(life, described(), found, scene.after, Place(group, members, said.append), copies)
+    source, _ = recover(life, described(), found, scene.after, group, members, copies, said.append)
     step = state.step
     if source is None:
         group.close()

@@ -248,7 +248,7 @@ def searched(rank: int, world_size: int, store: Store) -> tuple[bool, bool]:
         detector._found, detector._pause = (1.0, 2.0), 0.0
         answer, _ = detector._search(STEPS, 0.0)
         assert answer is not None
-        answers.append(not inexact_parts(Plan.from_json(answer["plan"])))
+        answers.append(not inexact_parts(answer.plan))
     group.close()
     return answers[0], answers[1]
 
