@@ -31,11 +31,11 @@ from horizonml.files import write_atomically
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
-from horizonml.planner.candidates import candidates, data_parallel, equal_split
+from horizonml.planner.choose import best_plan
 from horizonml.planner.devices import Cluster
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
-from horizonml.planner.precision import best_plan
 from horizonml.planner.problem import Problem
+from horizonml.planner.search import candidates, data_parallel, equal_split
 from horizonml.planner.subset import fastest_alone
 from horizonml.report.charts import draw_ranking, save
 from horizonml.report.records import Run, load_run

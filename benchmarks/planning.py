@@ -29,11 +29,10 @@ from horizonml.comm.group import Group
 from horizonml.job.jobfile import from_values
 from horizonml.plan.spec import Parallel
 from horizonml.plan.syncs import SYNCS
+from horizonml.planner.choose import with_objective
 from horizonml.planner.devices import read_profile, write_profile
-from horizonml.planner.objective import Objective, Watts
-from horizonml.planner.problem import Problem
+from horizonml.planner.problem import Objective, Problem, Watts
 from horizonml.planner.profile import Host, Network, Profile
-from horizonml.planner.saving import with_objective
 from horizonml.planner.search import search
 from horizonml.planner.strategies import constraints_of
 from horizonml.profiling.measure import cached_profile

@@ -57,7 +57,7 @@ def show_plan(
 
         predicted(found.plan, predict(planned.problem, found.plan), places.names, picture)
     if as_json:
-        from horizonml.planner.saving import energy_facts
+        from horizonml.planner.energy import energy_facts
 
         content = {
             "plan": found.plan.to_json(),

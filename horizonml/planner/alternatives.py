@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from horizonml.plan.syncs import Sync
-from horizonml.planner.candidates import equal_split, plain_ddp
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.problem import MICRO_BATCHES, Constraints, Problem
 from horizonml.planner.reasons import Reason, devices
-from horizonml.planner.search import search
+from horizonml.planner.search import equal_split, plain_ddp, search
 from horizonml.planner.subset import fastest_alone, outnumbers_cores
 from horizonml.text import count, human_bytes, human_seconds
 

@@ -22,10 +22,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from horizonml.errors import JobError
 from horizonml.planner.devices import Bytes, Rate, Seconds
-from horizonml.planner.objective import Watts
-from horizonml.planner.problem import Problem
+from horizonml.planner.problem import Problem, Watts
 from horizonml.planner.profile import Host, Link, Network
 from horizonml.planner.record import Planning
+from horizonml.planner.subset import among
 from horizonml.text import nearest, printable
 
 
@@ -79,12 +79,12 @@ def apply_changes(planning: Planning, problem: Problem, changes: Changes) -> Cha
         network = _with_rate(network, problem.ranks, rate)
     kept = [rank for rank in range(problem.ranks) if rank not in changes.remove]
     names = [planning.names[rank] for rank in kept]
+    problem = replace(problem, network=network)
     if not changes.add and not changes.remove:
-        return Changed(replace(problem, network=network), tuple(names), tuple(kept))
-    profiles = [problem.profiles[rank] for rank in kept]
-    watts = [problem.watts[rank] if problem.watts else None for rank in kept]
-    hosts = _hosts(problem.hosts, kept)
-    present, network = network, network.among(kept)
+        return Changed(problem, tuple(names), tuple(kept))
+    left = among(problem, kept)
+    profiles, hosts, watts = list(left.profiles), list(left.hosts), list(left.watts) or [None] * len(kept)
+    present, network = network, left.network
     for added in changes.add:
         model = added.like if added.like is not None else 0
         rank = len(profiles)
@@ -100,13 +100,6 @@ def apply_changes(planning: Planning, problem: Problem, changes: Changes) -> Cha
     origins = (*kept, *[None] * len(changes.add))
     after = replace(problem, profiles=profiles, hosts=hosts, network=network, watts=watts)
     return Changed(after, tuple(names), origins)
-
-
-def _hosts(hosts: Sequence[Host], kept: Sequence[int]) -> list[Host]:
-    """Return the machines of the ranks that stay, which are numbered anew."""
-    place = {rank: number for number, rank in enumerate(kept)}
-    left = [replace(host, ranks=tuple(place[rank] for rank in host.ranks if rank in place)) for host in hosts]
-    return [host for host in left if host.ranks]
 
 
 def _with_rate(network: Network, ranks: int, rate: NewRate) -> Network:
@@ -195,10 +188,13 @@ def _unused(name: str, names: Sequence[str]) -> str:
 MOST_RANKS = 64  # after the change, so that planning takes seconds
 _MOST_CHANGES = 64  # of each kind
 _MOST_TEXT = 200  # characters of one change
-_SPEEDS = (1e-3, 1e3)  # relative
-_MEMORIES = (1 << 20, 1 << 50)  # bytes
-_RATES = (125.0, 1.25e11)  # bytes per second: 1 kbit/s to 1 Tbit/s
-_LATENCIES = (0.0, 10.0)  # seconds
+# What is measured: its kind, its bounds (in bytes, bytes per second or seconds), and the bounds in words.
+_MEASURES: dict[str, tuple[Any, float, float, str]] = {
+    "speed": (float, 1e-3, 1e3, "0.001 to 1000"),  # relative
+    "memory": (Bytes, 1 << 20, 1 << 50, "1MiB to 1PiB"),
+    "rate": (Rate, 125.0, 1.25e11, "1kbit to 1000Gbit"),
+    "latency": (Seconds, 0.0, 10.0, "0s to 10s"),
+}
 _FIELDS = ("like", "speed", "memory", "rate", "latency", "watts", "name")
 
 
@@ -240,12 +236,13 @@ def _added(planning: Planning, text: str) -> Added:
     name = values.get("name", "")
     if not name.isprintable() or len(name) > 40:
         raise JobError("add: name must be at most 40 printable characters")
+    speed, memory, rate, latency = (_measure(f"add: {one}", one, values.get(one)) for one in _MEASURES)
     return Added(
         like,
-        _measure("add: speed", float, values.get("speed"), _SPEEDS, "0.001 to 1000") or 1.0,
-        _measure("add: memory", Bytes, values.get("memory"), _MEMORIES, "1MiB to 1PiB"),
-        _measure("add: rate", Rate, values.get("rate"), _RATES, "1kbit to 1000Gbit"),
-        _measure("add: latency", Seconds, values.get("latency"), _LATENCIES, "0s to 10s"),
+        speed or 1.0,
+        memory,
+        rate,
+        latency,
         _watts(values.get("watts")),
         name,
     )
@@ -266,9 +263,9 @@ def _rate(planning: Planning, link: str, text: str) -> NewRate:
     _short("rate", link)
     _short("rate", text)
     rate, _, latency = text.partition(",")
-    bandwidth = _measure(f"rate: {_shown(link)}", Rate, rate, _RATES, "1kbit to 1000Gbit")
+    bandwidth = _measure(f"rate: {_shown(link)}", "rate", rate)
     assert bandwidth is not None
-    after = _measure(f"rate: latency of {_shown(link)}", Seconds, latency or None, _LATENCIES, "0s to 10s")
+    after = _measure(f"rate: latency of {_shown(link)}", "latency", latency or None)
     if link.strip() == "all":
         return NewRate((), bandwidth, after)
     if link.strip() in planning.names:  # a name may have a dash in it
@@ -311,16 +308,16 @@ def _rank(planning: Planning, parameter: str, text: str) -> int:
     return found
 
 
-def _measure(parameter: str, kind: Any, text: str | None, bounds: tuple[float, float], words: str) -> float | None:
-    """Return a number with its unit that lies within bounds, which `words` name; None for None."""
+def _measure(parameter: str, name: str, text: str | None) -> float | None:
+    """Return a number with its unit that lies within the bounds of what it measures; None for None."""
     if text is None:
         return None
+    kind, low, high, words = _MEASURES[name]
     try:
         value = TypeAdapter(kind).validate_python(text.strip())
     except ValidationError as error:
         problem = printable(error.errors()[0]["msg"].removeprefix("Value error, "), _MOST_TEXT)
         raise JobError(f"{parameter}: {problem}") from None
-    low, high = bounds
     if not low <= value <= high:  # which no NaN is
         raise JobError(f"{parameter}: {_shown(text)} is not from {words}")
     return float(value)

@@ -25,7 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from horizonml.errors import JobError
 from horizonml.files import write_atomically
-from horizonml.planner.objective import MOST_WATTS, Watts
+from horizonml.planner.problem import MOST_WATTS, Watts
 from horizonml.planner.profile import Host, Network, Profile
 from horizonml.spec.base import PlainName, explain
 from horizonml.spec.reading import read_yaml

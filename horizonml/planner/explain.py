@@ -16,6 +16,7 @@ from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.syncs import FORMATS
 from horizonml.planner.cost import boundary_bytes, is_lossy, message_bytes, synced_bytes, syncs_of, trained_bytes
+from horizonml.planner.energy import energy_of
 from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.outer import summed_bytes
 from horizonml.planner.problem import Problem
@@ -33,7 +34,6 @@ from horizonml.planner.reasons import (
     work_of,
 )
 from horizonml.planner.refine import with_stage
-from horizonml.planner.saving import energy_of
 from horizonml.planner.subset import outnumbers_cores
 from horizonml.text import count, human_bytes, human_seconds
 

@@ -28,8 +28,7 @@ from horizonml.files import write_atomically
 from horizonml.job.schema import Job
 from horizonml.plan.lossy import Tried
 from horizonml.plan.plan import Plan, Sync
-from horizonml.planner.objective import Watts
-from horizonml.planner.problem import Loading, Problem
+from horizonml.planner.problem import Loading, Problem, Watts
 from horizonml.planner.profile import Host, Name, Network, Number, Profile, Whole
 from horizonml.planner.strategies import constraints_of, objective_of
 from horizonml.text import printable

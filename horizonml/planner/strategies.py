@@ -1,15 +1,28 @@
-"""Turns a job's `parallel` section into constraints on the planner's search."""
+"""Turns a job into a problem for the planner: what its `parallel` section asks for, and what it leaves open."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
+from horizonml.job.schema import Job
+from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.spec import Parallel, StageSpec
 from horizonml.plan.strategies import facts_of
 from horizonml.plan.syncs import FORMATS, Sync, compressed, offered
-from horizonml.planner.objective import Objective
-from horizonml.planner.problem import MICRO_BATCHES, Constraints, FixedStage
+from horizonml.planner.problem import (
+    MICRO_BATCHES,
+    NO_LOADING,
+    Constraints,
+    FixedStage,
+    Loading,
+    Objective,
+    Problem,
+    Watts,
+)
+from horizonml.planner.profile import Host, Network, Profile
 
 _EVERY = (4, 8, 16, 32, 64)  # steps after which members may synchronise
 _DEFAULT_SCHEDULE = "1f1b"
@@ -108,3 +121,69 @@ def may_cut(parallel: Parallel, ranks: int) -> bool:
     if constraints.stages is not None:
         return len(constraints.stages) > 1
     return constraints.most_stages != 1 and ranks > 1
+
+
+def needs_profile(parallel: Parallel, world_size: int) -> bool:
+    """Return whether the plan depends on measurements."""
+    constraints = constraints_of(parallel, world_size)
+    if constraints.stages is not None:
+        several = len(constraints.stages) > 1
+        return constraints.cuts is None or (several and len(constraints.micro_batches) > 1)
+    return constraints.most_stages != 1 and world_size > 1
+
+
+def measures_every_device(parallel: Parallel) -> bool:
+    """Return whether the plan uses measurements of every device; otherwise rank 0's profile stands for all."""
+    return not constraints_of(parallel).one_profile
+
+
+def fixed_plan(job: Job, layers: int, world_size: int) -> Plan:
+    """Return the plan of a job that needs no profile. Raises PlanError."""
+    constraints = constraints_of(job.parallel, world_size)
+    schedule, micro_batches = constraints.schedules[0], constraints.micro_batches[0]
+    if constraints.stages is None:
+        sync = constraints.sync if world_size > 1 else Sync.ALL_REDUCE
+        stages: tuple[Stage, ...] = (Stage(0, layers, tuple(range(world_size)), (1.0,) * world_size, sync),)
+    else:
+        stages = tuple(
+            Stage(*(fixed.layers or (0, layers)), fixed.ranks, fixed.shares, fixed.sync, fixed.send)
+            for fixed in constraints.stages
+        )
+    plan = with_local_steps(Plan(stages, schedule, micro_batches), job.parallel)
+    plan.check(layers, world_size)
+    return plan
+
+
+def problem_for(
+    job: Job,
+    profiles: Sequence[Profile],
+    hosts: Sequence[Host],
+    network: Network,
+    optimizer_copies: int,
+    last_batch: int = 0,
+    synced_bytes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    loading: Loading = NO_LOADING,
+    watts: Sequence[Watts | None] = (),
+    steps: int = 0,
+) -> Problem:
+    """Return what a job leaves open to the search, with a profile for every rank; see `Problem` for the rest."""
+    return Problem(
+        profiles,
+        hosts,
+        network,
+        job.batch_size,
+        optimizer_copies,
+        last_batch,
+        synced_bytes,
+        constraints_of(job.parallel, len(profiles)),
+        loading,
+        watts,
+        objective_of(job.parallel, steps),
+    )
+
+
+def with_local_steps(plan: Plan, parallel: Parallel) -> Plan:
+    """Return a plan with what the job says of local steps, if any of its stages takes them."""
+    if parallel.sync is None or all(not stage.sync.steps_alone for stage in plan.stages):
+        return plan
+    return replace(plan, local=parallel.sync.local())

@@ -18,7 +18,7 @@ import torch
 
 from horizonml.errors import JobError
 from horizonml.machine.sensors import EnergyMeter
-from horizonml.planner.objective import MOST_WATTS, Watts
+from horizonml.planner.problem import MOST_WATTS, Watts
 
 VARIABLE = "HORIZONML_WATTS"
 _WAIT_SECONDS = 1.0  # in which the device does nothing

@@ -25,15 +25,14 @@ from horizonml.models.zoo import Model, build
 from horizonml.plan.execution import Execution
 from horizonml.plan.plan import Plan, Sync
 from horizonml.planner.alternatives import drawback, shortage, uncut
+from horizonml.planner.choose import choose
 from horizonml.planner.devices import write_cluster
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import explain
-from horizonml.planner.objective import Watts, check_watts
-from horizonml.planner.planner import choose, fixed_plan, measures_every_device, needs_profile, problem_for
-from horizonml.planner.problem import Loading, Problem
+from horizonml.planner.problem import Loading, Problem, Watts, check_watts
 from horizonml.planner.profile import LOCAL_NETWORK, Contention, Host, Network, Profile
 from horizonml.planner.reasons import Told, asked_for, inexact_layers, inexact_parts
-from horizonml.planner.strategies import syncs_of
+from horizonml.planner.strategies import fixed_plan, measures_every_device, needs_profile, problem_for, syncs_of
 from horizonml.profiling.contention import measure_contention, turns, with_contention
 from horizonml.profiling.executions import gain_here
 from horizonml.profiling.measure import cached_profile, kept_profile

@@ -39,9 +39,9 @@ from horizonml.job.schema import Job
 from horizonml.plan.execution import Executions, without_bf16
 from horizonml.plan.lossy import LINK, PRECISION, SUMS, Choice, Setting, Tried
 from horizonml.plan.plan import Plan
+from horizonml.planner.choose import is_better, with_objective
 from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.problem import Constraints
-from horizonml.planner.saving import is_better, with_objective
 from horizonml.runtime.agreement import Agreed
 from horizonml.runtime.capacity import LOCAL_STEPS, MOST_WARM_UPS, NOT_HELD_OUT, too_short, trial_steps
 from horizonml.runtime.life import Life

@@ -22,12 +22,10 @@ from horizonml.planner.alternatives import remedy, shortage
 from horizonml.planner.devices import Cluster, load_cluster
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import explain, run_reasons
-from horizonml.planner.objective import Watts, check_watts
-from horizonml.planner.planner import fixed_plan, needs_profile
-from horizonml.planner.problem import Problem
+from horizonml.planner.problem import Problem, Watts, check_watts
 from horizonml.planner.profile import LOCAL_NETWORK, Host, Network, Profile
 from horizonml.planner.reasons import Reason, Told
-from horizonml.planner.strategies import may_cut
+from horizonml.planner.strategies import fixed_plan, may_cut, needs_profile
 from horizonml.profiling.executions import executions_here, gain_here, untried
 from horizonml.profiling.measure import cached_profile
 from horizonml.profiling.watts import device_watts, stated_watts

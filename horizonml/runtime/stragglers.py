@@ -21,10 +21,9 @@ from horizonml.comm.group import Group, TreeSum
 from horizonml.machine.accelerator import computing
 from horizonml.machine.condition import Condition, State
 from horizonml.plan.plan import Plan
+from horizonml.planner.choose import is_better, with_objective
 from horizonml.planner.evaluator import Candidate, Evaluator
-from horizonml.planner.objective import Objective
-from horizonml.planner.problem import Constraints, Problem
-from horizonml.planner.saving import is_better, with_objective
+from horizonml.planner.problem import Constraints, Objective, Problem
 from horizonml.profiling.watts import Pace
 from horizonml.state.carry import holders, senders
 from horizonml.text import printable

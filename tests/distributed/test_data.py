@@ -22,7 +22,7 @@ from horizonml.data.stream import write_index
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
-from horizonml.planner.planner import fixed_plan
+from horizonml.planner.strategies import fixed_plan
 from horizonml.runtime.agreement import describe_data, model_for
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.trainer import train

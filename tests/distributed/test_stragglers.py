@@ -12,14 +12,12 @@ from horizonml.comm.group import Group
 from horizonml.machine.condition import Condition
 from horizonml.machine.sensors import Clock
 from horizonml.plan.plan import Plan, Stage
+from horizonml.planner.choose import fastest_plan, with_objective
 from horizonml.planner.evaluator import Evaluator, judge
-from horizonml.planner.objective import Objective, Watts
-from horizonml.planner.problem import Constraints, Problem
+from horizonml.planner.problem import Constraints, Objective, Problem, Watts
 from horizonml.planner.profile import LOCAL_NETWORK, Host, Network
 from horizonml.planner.reasons import inexact_parts
-from horizonml.planner.saving import with_objective
 from horizonml.planner.search import search
-from horizonml.planner.subset import fastest_plan
 from horizonml.runtime.stragglers import Forecast, StragglerDetector
 from tests.distributed.pool import Pool
 from tests.unit.test_planner import profile

@@ -23,7 +23,7 @@ from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.models.zoo import build
-from horizonml.planner.planner import fixed_plan
+from horizonml.planner.strategies import fixed_plan
 from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.saver import Saver

@@ -22,8 +22,8 @@ from horizonml.machine.signals import StopRequest
 from horizonml.plan.execution import PLAIN, Executions
 from horizonml.plan.lossy import Setting, Tried
 from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.planner.choose import best_plan
 from horizonml.planner.evaluator import judge
-from horizonml.planner.precision import best_plan
 from horizonml.planner.profile import Network
 from horizonml.planner.reasons import inexact_parts
 from horizonml.runtime.agreement import Agreed, describe_together

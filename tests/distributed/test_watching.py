@@ -20,9 +20,10 @@ from torch.distributed import Store
 from horizonml.comm.group import Group
 from horizonml.engine.clock import Step, Told
 from horizonml.plan.plan import Plan, Stage
-from horizonml.planner.planner import choose, problem_for
+from horizonml.planner.choose import choose
 from horizonml.planner.profile import Host
 from horizonml.planner.record import read_planning
+from horizonml.planner.strategies import problem_for
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import State
 from horizonml.report.what_if import what_if

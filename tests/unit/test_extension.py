@@ -24,7 +24,8 @@ from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.cost import coding_seconds, copies_for_sync, synced_bytes
 from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.explain import explain
-from horizonml.planner.planner import choose, fixed_plan, problem_for
+from horizonml.planner.choose import choose
+from horizonml.planner.strategies import fixed_plan, problem_for
 from horizonml.planner.profile import Host, Network
 from horizonml.planner.reasons import inexact_parts
 from horizonml.profiling.measure import codec_seconds

@@ -19,8 +19,9 @@ from horizonml.comm.group import Group
 from horizonml.job.jobfile import parse
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
-from horizonml.planner.planner import choose, problem_for
+from horizonml.planner.choose import choose
 from horizonml.planner.profile import Host, Network
+from horizonml.planner.strategies import problem_for
 from horizonml.profiling import kept
 from horizonml.profiling.contention import _key, _read, curve_of, is_doubtful
 from horizonml.profiling.measure import cached_profile, compare_with_run, kept_profile, measure, settled

@@ -16,8 +16,7 @@ from horizonml.job.jobfile import changed, plan_values, read_plan, write_plan
 from horizonml.job.schema import Job
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan, Stage, Sync
-from horizonml.planner.planner import fixed_plan
-from horizonml.planner.strategies import constraints_of
+from horizonml.planner.strategies import constraints_of, fixed_plan
 
 
 def test_fragments_take_turns_and_arrive_before_the_next_one_leaves() -> None:

@@ -19,17 +19,15 @@ from horizonml.job.jobfile import from_values, parse, read_devices, read_plan, w
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.spec import Parallel
+from horizonml.planner.choose import best_plan, fastest_plan, is_better, with_objective
 from horizonml.planner.devices import load_cluster
+from horizonml.planner.energy import energy_facts, energy_of
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import explain
-from horizonml.planner.objective import FOR_STEPS, Objective, Watts, check_watts
-from horizonml.planner.precision import best_plan
-from horizonml.planner.problem import Constraints, Problem
+from horizonml.planner.problem import FOR_STEPS, Constraints, Objective, Problem, Watts, check_watts
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.reasons import longer
-from horizonml.planner.saving import energy_facts, energy_of, is_better, with_objective
 from horizonml.planner.strategies import constraints_of
-from horizonml.planner.subset import fastest_plan
 from horizonml.profiling.watts import device_watts, measured_watts, stated_watts
 from horizonml.text import human_seconds
 from tests.unit.test_energy import write

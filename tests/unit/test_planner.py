@@ -13,15 +13,15 @@ from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner import simulate
 from horizonml.planner.alternatives import remedy
-from horizonml.planner.candidates import equal_split
+from horizonml.planner.choose import choose
 from horizonml.planner.cost import Ring
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
-from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.planner.problem import Constraints, Loading, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.programme import Programme
-from horizonml.planner.search import search
+from horizonml.planner.search import equal_split, search
 from horizonml.planner.simulate import Prediction
+from horizonml.planner.strategies import fixed_plan, needs_profile, problem_for
 from horizonml.profiling.probe import tournament
 from horizonml.runtime.agreement import loading_for
 from tests.records import image_info

@@ -18,19 +18,18 @@ from horizonml.plan.execution import Execution, to_json
 from horizonml.plan.local import Local
 from horizonml.plan.plan import FORMATS, SYNCS, Plan, Stage, Sync
 from horizonml.planner.alternatives import alternatives
-from horizonml.planner.candidates import data_parallel, plain_ddp
+from horizonml.planner.choose import best_plan, choose
 from horizonml.planner.cost import Ring, synced_bytes
 from horizonml.planner.devices import read_profile, write_profile
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import explain, layer_reasons
-from horizonml.planner.objective import Objective
 from horizonml.planner.outer import gentlest, outer_cost, summed_bytes
-from horizonml.planner.planner import choose, fixed_plan, problem_for
-from horizonml.planner.precision import best_plan
-from horizonml.planner.problem import Problem
+from horizonml.planner.problem import Objective, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.reasons import Told, asked_for, chosen_inexact, inexact_parts
 from horizonml.planner.record import DeviceFacts, Planning, read_planning, write_planning
+from horizonml.planner.search import data_parallel, plain_ddp
+from horizonml.planner.strategies import fixed_plan, problem_for
 from tests.traffic import traffic
 
 CODECS = {"bf16": 3e-11, "int8": 4e-10, "int4": 3e-10, "fp16": 3e-11, "powersgd": 1e-9}

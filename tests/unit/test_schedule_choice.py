@@ -14,14 +14,15 @@ from horizonml.job.jobfile import parse
 from horizonml.plan.actions import Kind
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.schedules import SCHEDULES
+from horizonml.planner.choose import choose
 from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.explain import explain, rows
-from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.reasons import Told
 from horizonml.planner.search import search
 from horizonml.planner.simulate import predict
+from horizonml.planner.strategies import fixed_plan, needs_profile, problem_for
 from horizonml.planner.subset import widened
 
 NETWORK = Network(1e-6, 1e10)

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from horizonml.plan.plan import FORMATS, Plan
-from horizonml.planner.candidates import data_parallel, equal_split
 from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.programme import StageBlocks, _solve, _solve_each
-from horizonml.planner.search import search
+from horizonml.planner.search import data_parallel, equal_split, search
 
 
 def cluster(seed: int, ranks: int, layers: int, memory: float = 1e12) -> Problem:
@@ -166,15 +165,6 @@ def test_the_programme_finds_the_best_of_all_ways_for_every_number_of_stages() -
                 best = min(total(way) for way in ways if len(way) == number)
                 assert len(stages or ()) == number
                 assert total(parts(costs, stages)) == pytest.approx(best)
-
-
-def test_a_hundred_devices_are_planned() -> None:
-    problem = replace(cluster(11, 100, 14), batch_size=800)
-    evaluator = Evaluator(problem)
-    found = search(problem, evaluator=evaluator)
-    found.plan.check(14, 100)
-    assert evaluator.evaluations <= 100
-    assert found.prediction.seconds < judge(problem, data_parallel(problem)).prediction.seconds
 
 
 def slow_and_fast_links() -> Problem:

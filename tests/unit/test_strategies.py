@@ -13,12 +13,19 @@ from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.spec import Strategy
 from horizonml.plan.strategies import STRATEGIES
+from horizonml.planner.choose import choose
 from horizonml.planner.cost import synced_bytes
 from horizonml.planner.evaluator import judge
-from horizonml.planner.planner import choose, fixed_plan, measures_every_device, needs_profile, problem_for
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Host, Network
-from horizonml.planner.strategies import constraints_of, syncs_of
+from horizonml.planner.strategies import (
+    constraints_of,
+    fixed_plan,
+    measures_every_device,
+    needs_profile,
+    problem_for,
+    syncs_of,
+)
 from horizonml.runtime.launch import for_this_machine
 from tests.unit.test_planner import profile
 

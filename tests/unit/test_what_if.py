@@ -18,13 +18,13 @@ from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.plan.lossy import Tried
 from horizonml.planner.changes import MOST_RANKS, apply_changes, read_changes
+from horizonml.planner.choose import choose
+from horizonml.planner.energy import energy_of
 from horizonml.planner.evaluator import judge
-from horizonml.planner.objective import Watts
-from horizonml.planner.planner import choose, problem_for
-from horizonml.planner.problem import Problem
+from horizonml.planner.problem import Problem, Watts
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.record import DeviceFacts, Earlier, Planning, read_planning, write_planning
-from horizonml.planner.saving import energy_of
+from horizonml.planner.strategies import problem_for
 from horizonml.planner.what_if import Answer, plan_again
 from horizonml.report import what_if as asking
 from horizonml.report.what_if import what_if
