@@ -51,7 +51,7 @@ class Reason:
         verb, words = " a step would take", []
         for name, seconds in (self.others or {}).items():
             if seconds is None:
-                words.append(f"with {name} memory or the batch would not suffice")
+                words.append(f"with {name} the memory or the batch would not suffice")
             else:
                 words.append(f"with {name}{verb} {human_seconds(seconds)} ({longer(seconds, self.seconds)})")
                 verb = ""

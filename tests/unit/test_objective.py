@@ -178,7 +178,7 @@ def test_a_device_without_the_memory_for_any_plan_is_left_out() -> None:
     assert found.usable
     assert found.plan.spare == (1,)
     told = [one.text for one in explain(Evaluator(problem), found, ["a", "b", "c"])]
-    assert "Left out is b (rank 1): with all devices memory or the batch would not suffice." in told
+    assert "Left out is b (rank 1): with all devices the memory or the batch would not suffice." in told
 
 
 def test_plans_that_leave_devices_out_have_no_local_steps_and_are_compared_with_exact_ones() -> None:
