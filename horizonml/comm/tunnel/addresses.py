@@ -86,9 +86,15 @@ class Entry:
     user: int
 
 
-def entries(table: str) -> Iterator[Entry]:
-    """Yield the sockets of a table in the format of /proc/net/tcp; lines that are not understood are left out."""
+def entries(table: str, port: int | None = None) -> Iterator[Entry]:
+    """Yield the sockets of a table in the format of /proc/net/tcp; lines that are not understood are left out.
+
+    With a port, only the sockets that have it at one of their ends: a busy machine has thousands of others.
+    """
+    named = "" if port is None else f":{port:04X}"
     for line in table.splitlines()[1:]:
+        if named not in line:
+            continue
         words = line.split()
         try:
             yield Entry(_endpoint(words[1]), _endpoint(words[2]), int(words[3], 16), int(words[7]))
@@ -104,20 +110,22 @@ def _endpoint(text: str) -> tuple[str, int]:
 
 def listener_of(table: str, address: str, port: int) -> int | None:
     """Return the user whose socket listens at exactly this address, or None if there is none."""
-    found = (one.user for one in entries(table) if one.state == _LISTEN and one.local == (address, port))
+    found = (one.user for one in entries(table, port) if one.state == _LISTEN and one.local == (address, port))
     return next(found, None)
 
 
 def connected_from(table: str, source: tuple[str, int], target: tuple[str, int]) -> int | None:
     """Return the user whose socket has connected from `source` to `target`, or None if there is none."""
     ends = source, target
-    found = (one.user for one in entries(table) if one.state in _CONNECTED and (one.local, one.remote) == ends)
+    sockets = entries(table, target[1])
+    found = (one.user for one in sockets if one.state in _CONNECTED and (one.local, one.remote) == ends)
     return next(found, None)
 
 
 def others_connected(table: str, target: tuple[str, int], user: int) -> bool:
     """Return whether a socket of another user than this one is connected to `target`."""
-    return any(one.remote == target and one.state in _CONNECTED and one.user != user for one in entries(table))
+    sockets = entries(table, target[1])
+    return any(one.remote == target and one.state in _CONNECTED and one.user != user for one in sockets)
 
 
 def kernel_table() -> str:
