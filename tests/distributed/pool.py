@@ -16,6 +16,14 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 
 TIMEOUT = 120.0
+PRELOAD = [
+    "pytest",
+    "torch.distributed",
+    "torch._dynamo",
+    "horizonml.runtime.worker",
+    "horizonml.models.zoo",
+    "tests.distributed.sessions",
+]
 
 
 class Pool:
@@ -24,9 +32,7 @@ class Pool:
     def __init__(self, size: int) -> None:
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch.distributed", "horizonml.engine.session", "horizonml.models.zoo", "torch._dynamo"]
-        )
+        context.set_forkserver_preload(PRELOAD)
         self._runs = 0
         self._connections: list[Connection] = []
         self._processes = []

@@ -29,7 +29,7 @@ from tests.awkward_models import Base, Block
 from tests.awkward_rows import ROWS, Row
 from tests.awkward_states import WritesWhatItSees
 from tests.distributed.pool import Pool
-from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
+from tests.distributed.truth import FULL, LR, SHAPE, RandomBatch, distance
 
 STEPS = 3
 Members = tuple[tuple[int, ...], ...]  # of each stage

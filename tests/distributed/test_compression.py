@@ -28,7 +28,7 @@ from horizonml.runtime.trainer import training_batch
 from horizonml.state.spec import Sgd
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import built, session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, RandomBatch
+from tests.distributed.truth import FULL, LR, RandomBatch
 
 ONE = (1.0,)
 STEPS = 14  # PowerSGD begins after ten
@@ -92,13 +92,7 @@ def test_links_send_less(pool: Pool, model: str, send: str, bytes_ratio: float, 
 
 @pytest.mark.parametrize(
     ("model", "kind", "error"),
-    [
-        ("wide", "fp16", 0.002),
-        ("normed", "fp16", 0.002),
-        ("wide", "powersgd", 0.3),
-        ("wide", "int4", 0.2),
-        ("normed", "int4", 0.2),
-    ],
+    [("wide", "fp16", 0.002), ("wide", "powersgd", 0.3), ("normed", "int4", 0.2)],
 )
 def test_sums_send_less(pool: Pool, model: str, kind: str, error: float) -> None:
     exact, compressed = exactly(pool, 3, (3,), model), pool.run(3, train, (3,), model, "fp32", Sync.named(kind))
@@ -107,7 +101,7 @@ def test_sums_send_less(pool: Pool, model: str, kind: str, error: float) -> None
         assert all(torch.equal(state[key], repeated[key]) for key in state)
         assert all(torch.equal(state[key], compressed[0][0][key]) for key in state)
         if model == "wide":
-            ratio = {"fp16": 0.5, "powersgd": 0.2, "int4": 0.14}[kind]
+            ratio = {"fp16": 0.5, "powersgd": 0.2}[kind]
             assert reports[-1].bytes_sent < 1.01 * ratio * exact_reports[-1].bytes_sent
         assert 0 < deviation(state, other, model) < error
         # That of a single step depends on where the training is by then, which is not the same place in both.
@@ -228,16 +222,7 @@ def learn_digits(rank: int, world_size: int, store: Store, plan: Plan, cache: Pa
     return accuracy
 
 
-FOUR_BITS = {
-    "links": Plan(
-        (Stage(0, 5, (0,), ONE, send="int4"), Stage(5, 10, (1,), ONE, send="int4"), Stage(10, 17, (2,), ONE)),
-        micro_batches=2,
-    ),
-    "sums": Plan((Stage(0, 17, (0, 1, 2), (2.0, 1.0, 1.0), Sync.INT4),)),
-}
-
-
-@pytest.mark.parametrize("name", FOUR_BITS)
-def test_digits_are_learned_in_four_bits(pool: Pool, tmp_path: Path, name: str) -> None:
-    # In float32 it is 97 to 99%; docs/slow-links.md says what comes out of a whole training.
-    assert min(pool.run(3, learn_digits, FOUR_BITS[name], tmp_path)) > 0.95
+def test_digits_are_learned_in_four_bits(pool: Pool, tmp_path: Path) -> None:
+    """In float32 it is 97 to 99%; docs/slow-links.md says what comes out of a whole training."""
+    stages = Stage(0, 5, (0,), ONE, send="int4"), Stage(5, 17, (1, 2), (2.0, 1.0), Sync.INT4)
+    assert min(pool.run(3, learn_digits, Plan(stages, micro_batches=2), tmp_path)) > 0.95

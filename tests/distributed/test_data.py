@@ -35,7 +35,7 @@ from tests.datasets import Points
 from tests.distributed.pool import Pool
 from tests.distributed.processes import horizonml, ours, rank_process, steps, wait_for
 from tests.distributed.sessions import session_for, state_of
-from tests.distributed.test_gradients import distance
+from tests.distributed.truth import distance
 from tests.programs import need_package
 from tests.records import run_info
 from tests.unit.test_data_stream import write_shard

@@ -20,7 +20,7 @@ from horizonml.state.spec import Sgd
 from tests.distributed.plans import ONE, TWO, Shape
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import built, session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, RandomBatch
+from tests.distributed.truth import FULL, LR, RandomBatch
 
 NAN, LARGE = float("nan"), 3e38  # the sum of two such values is more than a 32-bit float can hold
 
@@ -41,6 +41,10 @@ class Case:
 
 TIED = "LanguageModel"
 CASES = {
+    "ddp": Case(Shape((TWO,)), 1),
+    "pipeline": Case(Shape((ONE, ONE)), 1),
+    "hybrid": Case(Shape((ONE, (3.0, 1.0))), 2),
+    "channels": Case(Shape((TWO,), Sync.CHANNELS), 1),
     "ddp, 16-bit sums": Case(Shape((TWO,), Sync.FP16), 1, 1e9, multiplied=True),
     "hybrid, 16-bit sums": Case(Shape((ONE, TWO), Sync.FP16), 2, 1e9, multiplied=True),
     "hybrid, 16-bit sums, clipped": Case(Shape((ONE, TWO), Sync.FP16), 2, 1e9, clip_norm=1.0, multiplied=True),

@@ -38,16 +38,15 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("moment", [0.0, 0.6, 1.8])
-def test_a_launcher_that_ends_early_leaves_nothing(
-    folder: Path, start: Start, number: signal.Signals, moment: float
-) -> None:
-    launchers = [start(*command, **{SERVER: ""}) for command in COMMANDS]
+def test_a_launcher_that_ends_early_leaves_nothing(folder: Path, start: Start, moment: float) -> None:
+    asked, killed = ([start(*command, **{SERVER: ""}) for command in COMMANDS] for _ in range(2))
     time.sleep(moment)  # whatever has been reached by then: the busier the machine, the earlier
-    for launcher in launchers:
-        launcher.send_signal(number)
-    for launcher in launchers:
+    for launcher in asked:
+        launcher.send_signal(signal.SIGINT)
+    for launcher in killed:
+        launcher.send_signal(signal.SIGKILL)
+    for launcher in (*asked, *killed):
         launcher.wait(60)
     wait_for(lambda: ours(folder) == [], "the end of all processes")
 
@@ -120,7 +119,10 @@ def test_who_dies_of_an_instruction_that_the_processor_lacks_says_so(tmp_path: P
         run(2, [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, kill_service=signal.SIGKILL)
 
 
-def test_who_repeats_what_another_rank_said_names_that_one_only(tmp_path: Path) -> None:
+def test_who_repeats_what_another_rank_said_names_that_one_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_GRACE_SECONDS", 0.5)
     says = 'test "$RANK" = 0 && exec sleep 60; printf "rank 0: there is no data" > "$HORIZONML_ENDING"; exit 2'
     command = ["sh", "-c", says]
     with pytest.raises(RankFailed, match=r"^rank 0: there is no data\n\(all .*rank-1\.log\)"):
@@ -151,7 +153,7 @@ def run(world_size: int, command: list[str], logs: Path, kill_service: signal.Si
 
 
 def test_a_launcher_goes_on_when_the_folder_of_its_logs_is_deleted(folder: Path, start: Start) -> None:
-    launcher = start("train", "job.yaml", "-n", "2", "--set", "epochs=15")
+    launcher = start("train", "job.yaml", "-n", "2", "--set", "epochs=8")
     wait_for(lambda: steps(folder) > 5, "the first steps")
     shutil.rmtree(folder / "runs" / "test", ignore_errors=True)
     output, _ = launcher.communicate(timeout=100)

@@ -21,7 +21,7 @@ from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for
 from tests.distributed.sessions import agreed_state, built, state_of
-from tests.distributed.test_gradients import FULL, LR, RandomBatch
+from tests.distributed.truth import FULL, LR, RandomBatch
 
 ONE, ROOM = (1.0,), 1e9
 BEFORE, AFTER = 2, 2  # steps without the newcomer, and steps once it has caught up

@@ -32,10 +32,11 @@ from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import InputSpec
 from tests.distributed import test_executions, test_following, test_lossless, test_saving, test_staging
+from tests.distributed.plans import ONE
 from tests.distributed.pool import Pool
 from tests.distributed.processes import environment
 from tests.distributed.sessions import session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, ONE, SHAPE, Case, RandomBatch, distance, reference
+from tests.distributed.truth import FULL, LR, SHAPE, Case, RandomBatch, distance, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -87,7 +88,7 @@ def train(rank: int, world_size: int, store: Store, case: Case, own: bool = Fals
 
 
 def expect_truth(case: Case, results: list[Any]) -> None:
-    expected, losses = reference(case)
+    expected, losses, _ = reference(case)
     for rank, (state, reports, _, _) in enumerate(results):
         assert [report.totals.loss for report in reports] == pytest.approx(losses, rel=1e-5), f"rank {rank}"
         for key, value in state.items():

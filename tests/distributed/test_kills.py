@@ -26,6 +26,7 @@ from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.state.spec import Sgd
 from horizonml.tasks.task import InputSpec
+from tests.distributed.pool import PRELOAD
 from tests.distributed.sessions import session_for
 
 RANKS, ROUNDS, PATIENCE = 4, 20, 30.0
@@ -85,7 +86,7 @@ def rank_of_two_groups(rank: int, port: int, name: str, kind: str, pipe: Connect
 def test_no_survivor_waits_for_a_time_out_whenever_a_rank_is_killed(kind: str) -> None:
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["horizonml.engine.session", "tests.models"])
+    context.set_forkserver_preload([*PRELOAD, "tests.models", __name__])
     dice = random.Random(0)
     for number in range(ROUNDS // 2):
         ends, over = ([context.Pipe() for _ in range(RANKS)] for _ in range(2))

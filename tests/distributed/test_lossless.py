@@ -168,8 +168,9 @@ def expect_rebuilt(
     assert different == []
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
-@pytest.mark.parametrize("bytes_per_second", [1e9, 12_000.0])  # a copy with every step, or one in several
+@pytest.mark.parametrize(
+    ("lost", "bytes_per_second"), [(0, 12_000.0), (1, 12_000.0), (2, 12_000.0), (1, 1e9)]
+)  # a copy in several steps, or with every one
 def test_a_lost_stage_is_rebuilt_bit_for_bit(pool: Pool, lost: int, bytes_per_second: float) -> None:
     expect_rebuilt(pool, "pipeline", lost, 13, bytes_per_second)
 
@@ -196,12 +197,9 @@ def test_stages_of_other_plans_are_rebuilt_bit_for_bit(pool: Pool, name: str) ->
     ("name", "lost"),
     [
         ("pipeline", 0),
-        ("pipeline", 2),
-        ("before members", 0),
         ("between members", 2),
         ("zb-h1", 1),
         ("interleaved", 1),
-        ("tied", 0),
         ("tied before members", 0),
     ],
 )
@@ -341,13 +339,13 @@ IDS = ["ddp", "pipeline", "hybrid", "ddp, clipped", "pipeline, clipped", "hybrid
 
 
 @pytest.mark.parametrize(("plan", "method", "prepared", "clip_norm"), MISSED, ids=IDS)
-@pytest.mark.parametrize("missing", [0, 2])
 def test_who_misses_the_agreement_learns_of_it(
-    pool: Pool, plan: Plan, method: str, prepared: bool, clip_norm: float | None, missing: int
+    pool: Pool, plan: Plan, method: str, prepared: bool, clip_norm: float | None
 ) -> None:
     straight = pool.run(3, miss, plan, method, None, clip_norm)
-    results = pool.run(3, miss, plan, method, missing, clip_norm)
-    assert results[missing][1] == prepared
-    for (state, _), (expected, _) in zip(results, straight, strict=True):
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(state[key], expected[key]) for key in state)
+    for missing in (0, 2):
+        results = pool.run(3, miss, plan, method, missing, clip_norm)
+        assert results[missing][1] == prepared
+        for (state, _), (expected, _) in zip(results, straight, strict=True):
+            assert state.keys() == expected.keys()
+            assert all(torch.equal(state[key], expected[key]) for key in state)

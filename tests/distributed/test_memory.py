@@ -25,7 +25,7 @@ from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 from tests.distributed.processes import environment
 from tests.distributed.sessions import session_for
-from tests.distributed.test_gradients import LR, RandomBatch
+from tests.distributed.truth import LR, RandomBatch
 
 pytestmark = pytest.mark.slow
 

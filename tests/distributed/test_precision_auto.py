@@ -27,7 +27,7 @@ data: {name: digits, samples: 300}
 optimizer: {name: sgd, lr: 0.02, momentum: 0.9}
 lr_schedule: {name: constant}
 evaluate: {every_steps: 20}
-early_stop: {patience: 1}
+early_stop: {patience: 1, min_delta: 100}
 memory_format: contiguous
 parallel: {strategy: pipeline, workers: 2, threads: 1}
 """
@@ -69,11 +69,11 @@ def test_bf16_is_used_from_the_verdict_on_and_not_where_there_is_none(
     assert "layers are computed in bf16; on a warm-up" in str(planning["reasons"])
     assert "bf16" not in json.dumps(planning["problem"]["profiles"][0].get("executions", []))  # measured before it
 
-    said, _, short = run(folder, "short", "precision=auto", "epochs=1")
+    said, _, short = run(folder, "short", "precision=auto", "steps=19")
     assert "precision: auto: layers are computed in fp32, as a run of 19 steps is too short to try it" in said
     assert "warm-up" not in said
 
-    _, _, exact = run(folder, "fp32", "precision=fp32")
+    _, _, exact = run(folder, "fp32", "precision=fp32", "steps=5")
     assert narrow != exact
     assert narrow == pytest.approx(exact, rel=0.05)
     assert short[0] == exact[0]

@@ -22,7 +22,7 @@ from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import built
-from tests.distributed.test_gradients import FULL, LR, RandomBatch
+from tests.distributed.truth import FULL, LR, RandomBatch
 from tests.traffic import traffic
 
 RANKS, EVERY = 4, 4
@@ -67,7 +67,8 @@ def sent(rank: int, world_size: int, store: Store, plan: Plan) -> float:
     group = Group(store, rank, world_size, 30.0)
     session = open_session(plan, TrainState(model_of(), Sgd(), None), group, Classification(), FULL)
     warm = WHOLE_STEPS if plan.stages[0].sync is Sync.POWERSGD else 0
-    steps = [session.step(WholeBatch(step), LR) for step in range(warm + 2 * EVERY)]
+    count = 2 * EVERY if plan.local is not None else 2
+    steps = [session.step(WholeBatch(step), LR) for step in range(warm + count)]
     group.barrier()  # a fragment may be on its way, which a member that ends here would not receive
     session.close()
     group.close()

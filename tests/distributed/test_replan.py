@@ -26,7 +26,7 @@ from horizonml.telemetry.log import read_lines
 from tests.distributed.pool import Pool
 from tests.distributed.processes import horizonml, steps, wait_for
 from tests.distributed.sessions import built, session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, RandomBatch
+from tests.distributed.truth import FULL, LR, RandomBatch
 
 pytestmark = pytest.mark.slow
 

@@ -29,7 +29,7 @@ from horizonml.state.spec import Sgd
 from tests.distributed.pool import Pool
 from tests.distributed.processes import environment, wait_for
 from tests.distributed.sessions import built, session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, RandomBatch
+from tests.distributed.truth import FULL, LR, RandomBatch
 
 LAYERS = 15
 PLANS = {

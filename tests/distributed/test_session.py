@@ -22,7 +22,7 @@ from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import built, state_of
-from tests.distributed.test_gradients import FULL, LR, RandomBatch
+from tests.distributed.truth import FULL, LR, RandomBatch
 
 OPTIMIZER = Sgd(momentum=0.9)
 PLANS = {

@@ -13,8 +13,8 @@ from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import state_of
-from tests.distributed.test_gradients import FULL, LR, RandomBatch
 from tests.distributed.test_session import OPTIMIZER, model
+from tests.distributed.truth import FULL, LR, RandomBatch
 
 
 def stages(ranks: tuple[int, ...]) -> tuple[Stage, ...]:

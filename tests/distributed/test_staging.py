@@ -16,21 +16,12 @@ from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Sync
 from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.tasks.task import InputSpec
+from tests.distributed.plans import ONE
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import state_of
 from tests.distributed.staged import LateStaging, NarrowStaging, on_device, session_on
-from tests.distributed.test_gradients import (
-    BY_NAME,
-    FULL,
-    LR,
-    ONE,
-    SHAPE,
-    TENSOR,
-    Case,
-    RandomBatch,
-    distance,
-    reference,
-)  # fmt: skip
+from tests.distributed.test_gradients import BY_NAME, TENSOR
+from tests.distributed.truth import FULL, LR, SHAPE, Case, RandomBatch, distance, reference
 from tests.pretend import Pretended
 
 ALL, ODD, FIRST = "all", "odd", "first"  # which ranks are on the device
@@ -89,7 +80,7 @@ def _train(
 @pytest.mark.parametrize(("case", "where"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_gradient_truth_of_ranks_on_a_device(pool: Pool, case: Case, where: str) -> None:
     whole = replace(case, members=(ONE,), sync=Sync.ALL_REDUCE) if case.sync is Sync.CHANNELS else case
-    expected, losses = reference(whole)
+    expected, losses, _ = reference(whole)
     for rank, (state, reports, totals) in enumerate(pool.run(case.world_size, train, case, where, {})):
         assert [report.totals.loss for report in reports] == pytest.approx(losses, rel=1e-5), f"rank {rank}"
         for key, value in state.items():

@@ -25,7 +25,7 @@ from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
-from tests.distributed.test_gradients import distance
+from tests.distributed.truth import distance
 from tests.records import image_info, run_info
 from tests.tasks import KINDS, Kind
 

@@ -38,6 +38,7 @@ from tests.records import run_info
 
 LAYERS = {"plain": 10, "normed": 10}
 PIPELINE5 = [{"ranks": [rank], "layers": [2 * rank, 2 * rank + 1]} for rank in range(5)]
+PIPELINE3 = [{"ranks": [rank], "layers": list(layers)} for rank, layers in enumerate(((0, 2), (3, 5), (6, 9)))]
 HYBRID3 = [{"ranks": [0, 1], "shares": [3, 1], "layers": [0, 4]}, {"ranks": [2], "layers": [5, 9]}]
 
 
@@ -139,11 +140,10 @@ class Kind:
 
 
 KINDS = [
-    Kind("single", 1),
     Kind("single, BatchNorm", 1, model="normed"),
     Kind("ddp 2, BatchNorm", 2, model="normed"),
-    Kind("tensor 3, BatchNorm", 3, model="normed", strategy="tensor"),
-    Kind("pipeline 5", 5, PIPELINE5),
+    Kind("tensor 2, BatchNorm", 2, model="normed", strategy="tensor"),
+    Kind("pipeline 3", 3, PIPELINE3),
     Kind("hybrid 2+1, dropout", 3, [{"ranks": [0, 1], "layers": [0, 2]}, {"ranks": [2], "layers": [3, 6]}], "dropping"),
 ]
 
@@ -191,10 +191,10 @@ def test_a_state_that_outlived_its_group_is_evaluated_and_saved(pool: Pool, tmp_
     assert equal(whole(third), whole(whole_run))
 
 
-def test_a_checkpoint_goes_from_pipeline_5_to_ddp_2_to_single(pool: Pool, tmp_path: Path) -> None:
-    five = pool.run(5, run, job(tmp_path, PIPELINE5), 6)
-    assert [outcome for outcome, _, _ in five] == ["stopped"] + ["re-form"] * 4
-    state = whole(five)
+def test_a_checkpoint_goes_from_pipeline_3_to_ddp_2_to_single(pool: Pool, tmp_path: Path) -> None:
+    three = pool.run(3, run, job(tmp_path, PIPELINE3), 6)
+    assert [outcome for outcome, _, _ in three] == ["stopped"] + ["re-form"] * 2
+    state = whole(three)
     exported = tmp_path / "model.pt"
     export(tmp_path, exported)
 
@@ -215,14 +215,13 @@ def test_a_checkpoint_goes_from_pipeline_5_to_ddp_2_to_single(pool: Pool, tmp_pa
     tensor = {"parallel": {"strategy": "tensor", "micro_batches": 1}}
     for world_size, stages, changes in (
         (1, None, {}),
-        (2, None, {}),
-        (4, None, tensor),
+        (2, None, tensor),
         (3, HYBRID3, {}),
         (5, PIPELINE5, {}),
     ):
         folder = tmp_path / f"on-{world_size}"
         shutil.copytree(tmp_path / "checkpoints", folder / "checkpoints")
-        results = pool.run(world_size, run, job(folder, stages, world_size, **changes))
+        results = pool.run(world_size, run, job(folder, stages, world_size, epochs=2, **changes))
         assert {resumed.step for _, _, resumed in results} == {7}
         ends.append(whole(results))
     for end in ends[1:]:
@@ -264,32 +263,25 @@ def test_machines_with_disks_of_their_own_send_each_other_what_they_lack(pool: P
 
 
 @pytest.mark.parametrize(
-    ("stages", "lost"),
-    [(PIPELINE5, [0]), (PIPELINE5, [3]), (PIPELINE5, [2, 3, 4]), (HYBRID3, [0, 1]), (HYBRID3, [2])],
-    ids=[
-        "the first machine",
-        "another machine",
-        "all but two",
-        "both members of a stage",
-        "one member",
-    ],
+    ("stages", "losses"),
+    [(PIPELINE5, ([0], [2, 3, 4])), (HYBRID3, ([0, 1], [2]))],
+    ids=["the first machine, or all but two", "both members of a stage, or the other stage"],
 )
 def test_machines_vanish_with_their_disks_and_the_others_go_on(
-    pool: Pool, tmp_path: Path, stages: list[dict[str, Any]], lost: list[int]
+    pool: Pool, tmp_path: Path, stages: list[dict[str, Any]], losses: tuple[list[int], list[int]]
 ) -> None:
     world_size = sum(len(stage["ranks"]) for stage in stages)
-    straight = pool.run(world_size, run, job(tmp_path / "straight", stages))
+    straight = whole(pool.run(world_size, run, job(tmp_path / "straight", stages)))
     pool.run(world_size, run, job(tmp_path / "disk{rank}", stages), 9)
-    left = [rank for rank in range(world_size) if rank not in lost]
-    for rank in lost:
-        shutil.rmtree(tmp_path / f"disk{rank}")
-    for place, rank in enumerate(left):  # the survivors' ranks move up
-        (tmp_path / f"disk{rank}").rename(tmp_path / f"left{place}")
-    again = pool.run(len(left), run, job(tmp_path / "left{rank}", workers=len(left)))
-    assert {outcome for outcome, _, _ in again} == {"complete"}
-    assert {resumed.step for _, _, resumed in again} == {10}
-    for key, value in whole(straight).items():
-        torch.testing.assert_close(whole(again)[key], value, rtol=1e-3, atol=1e-4)
+    for number, lost in enumerate(losses):
+        left = [rank for rank in range(world_size) if rank not in lost]
+        for place, rank in enumerate(left):  # the survivors' ranks move up
+            shutil.copytree(tmp_path / f"disk{rank}", tmp_path / f"{number}-left{place}")
+        again = pool.run(len(left), run, job(tmp_path / f"{number}-left{{rank}}", workers=len(left)))
+        assert {outcome for outcome, _, _ in again} == {"complete"}
+        assert {resumed.step for _, _, resumed in again} == {10}
+        for key, value in straight.items():
+            torch.testing.assert_close(whole(again)[key], value, rtol=1e-3, atol=1e-4)
 
 
 def test_what_an_earlier_run_saved_is_kept_and_neither_resumed_nor_in_the_way(pool: Pool, tmp_path: Path) -> None:
@@ -351,17 +343,19 @@ def files_equal(one: Path, other: Path) -> bool:
     )
 
 
-def test_checkpoints_are_kept_for_people_and_pruned(pool: Pool, tmp_path: Path) -> None:
-    pool.run(3, run, job(tmp_path, HYBRID3))
-    mark, *names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert mark.startswith(".generation-0-0-")
-    assert names == ["step-00000020", "step-00000021"]
-    newest = tmp_path / "checkpoints" / "step-00000021"
-    assert sorted(p.name for p in newest.iterdir()) == ["checkpoint.json", "stage-0.safetensors", "stage-1.safetensors"]
-    metadata = json.loads((newest / "checkpoint.json").read_text())
-    assert (metadata["step"], metadata["complete"], metadata["metrics"]["epoch"]) == (21, True, 3)
-    assert metadata["metrics"]["held_out_accuracy"] > 0.1
-    assert metadata["plan"]["stages"][0]["shares"] == [3, 1]
+@pytest.fixture(scope="module")
+def undamaged(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A folder with a run of two ranks that was stopped after step 12, and how one ends that was not stopped."""
+    folder = tmp_path_factory.mktemp("undamaged")
+    straight = pool.run(2, run, job(folder / "straight", workers=2))
+    pool.run(2, run, job(folder / "stopped", workers=2), 11)
+    return folder / "stopped", whole(straight)
+
+
+def damage_shard(shard: Path, damage: str) -> None:
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes({"truncated": bytes(content[:100]), "flipped": bytes(content), "empty": b""}[damage])
 
 
 @pytest.mark.parametrize(
@@ -370,62 +364,44 @@ def test_checkpoints_are_kept_for_people_and_pruned(pool: Pool, tmp_path: Path) 
         ("truncated", "it has 100 bytes instead of"),
         ("flipped", "does not match its SHA-256"),
         ("empty", "it has 0 bytes"),
-        ("missing", "are missing"),
+        ("missing", ""),
         ("metadata", "checkpoint.json is missing or damaged"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(
-    pool: Pool, tmp_path: Path, damage: str, words: str
+    pool: Pool, tmp_path: Path, undamaged: tuple[Path, dict[str, Tensor]], damage: str, words: str
 ) -> None:
-    straight = pool.run(2, run, job(tmp_path / "straight", workers=2))
-    broken = job(tmp_path / "broken", workers=2)
-    pool.run(2, run, broken, 11)
-    newest = tmp_path / "broken" / "checkpoints" / "step-00000012"
-    shard = newest / "stage-0.safetensors"
-    content = bytearray(shard.read_bytes())
-    if damage == "truncated":
-        shard.write_bytes(content[:100])
-    elif damage == "flipped":
-        content[len(content) // 2] ^= 1
-        shard.write_bytes(content)
-    elif damage == "empty":
-        shard.write_bytes(b"")
-    elif damage == "missing":
-        shard.unlink()
-    else:
+    source, straight = undamaged
+    broken = tmp_path / "broken"
+    shutil.copytree(source, broken)
+    newest = broken / "checkpoints" / "step-00000012"
+    if damage == "missing":
+        (newest / "stage-0.safetensors").unlink()
+    elif damage == "metadata":
         (newest / "checkpoint.json").write_text("{")
-    results = pool.run(2, run, broken)
+    else:
+        damage_shard(newest / "stage-0.safetensors", damage)
+    if words:
+        shutil.copytree(newest, tmp_path / "one" / "checkpoints" / newest.name)
+        with pytest.raises(CheckpointError, match=words):
+            export(tmp_path / "one", tmp_path / "model.pt")
+    results = pool.run(2, run, job(broken, workers=2))
     assert {resumed.step for _, _, resumed in results} == {10}
-    assert equal(whole(results), whole(straight))
+    assert equal(whole(results), straight)
 
-    # With no intact one left, nothing is silently started over.
-    for shard in (tmp_path / "broken" / "checkpoints").glob("*/stage-0.safetensors"):
+
+def test_with_no_intact_checkpoint_left_nothing_is_silently_started_over(
+    pool: Pool, tmp_path: Path, undamaged: tuple[Path, dict[str, Tensor]]
+) -> None:
+    shutil.copytree(undamaged[0], tmp_path, dirs_exist_ok=True)
+    for shard in (tmp_path / "checkpoints").glob("*/stage-0.safetensors"):
         shard.write_bytes(b"x" * 100)
-    ((ok, text), _) = pool.run_each([(run, (rank, 2), (broken,)) for rank in range(2)])
+    ((ok, text), _) = pool.run_each([(run, (rank, 2), (job(tmp_path, workers=2),)) for rank in range(2)])
     assert not ok
     assert "no checkpoint can be resumed (--fresh, or fresh=True in Python, starts over)" in text
-    assert "step-00000021" in text
+    assert "step-00000012" in text
     with pytest.raises(CheckpointError, match="damaged"):
-        export(tmp_path / "broken", tmp_path / "model.pt")
-    if damage == "missing":
-        return
-    damaged = _with_damage(straight_folder=tmp_path / "straight", path=tmp_path / "one", damage=damage)
-    with pytest.raises(CheckpointError, match=words):
-        export(damaged, tmp_path / "model.pt")
-
-
-def _with_damage(straight_folder: Path, path: Path, damage: str) -> Path:
-    """A checkpoint of a good run, damaged in this way."""
-    source = straight_folder / "checkpoints" / "step-00000021"
-    target = path / "checkpoints" / "step-00000021"
-    shutil.copytree(source, target)
-    shard = target / "stage-0.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes({"truncated": bytes(content[:100]), "flipped": bytes(content), "empty": b""}.get(damage, content))
-    if damage == "metadata":
-        (target / "checkpoint.json").write_text("[]")
-    return path
+        export(tmp_path, tmp_path / "model.pt")
 
 
 def test_a_checkpoint_of_another_run_is_refused(pool: Pool, tmp_path: Path) -> None:
@@ -461,10 +437,29 @@ def without_space(rank: int, world_size: int, store: Store, job: Job) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_records_are_complete_and_true(pool: Pool, tmp_path: Path) -> None:
-    pool.run(3, run, job(tmp_path, HYBRID3))
+@pytest.fixture(scope="module")
+def hybrid(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run by a hybrid plan."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    pool.run(3, run, job(folder, HYBRID3))
+    return folder
+
+
+def test_checkpoints_are_kept_for_people_and_pruned(hybrid: Path) -> None:
+    mark, *names = sorted(path.name for path in (hybrid / "checkpoints").iterdir())
+    assert mark.startswith(".generation-0-0-")
+    assert names == ["step-00000020", "step-00000021"]
+    newest = hybrid / "checkpoints" / "step-00000021"
+    assert sorted(p.name for p in newest.iterdir()) == ["checkpoint.json", "stage-0.safetensors", "stage-1.safetensors"]
+    metadata = json.loads((newest / "checkpoint.json").read_text())
+    assert (metadata["step"], metadata["complete"], metadata["metrics"]["epoch"]) == (21, True, 3)
+    assert metadata["metrics"]["held_out_accuracy"] > 0.1
+    assert metadata["plan"]["stages"][0]["shares"] == [3, 1]
+
+
+def test_records_are_complete_and_true(hybrid: Path) -> None:
     for rank in range(3):
-        lines = list(read_lines(tmp_path / f"rank-{rank}.jsonl"))
+        lines = list(read_lines(hybrid / f"rank-{rank}.jsonl"))
         assert lines[0]["kind"] == "run"
         assert lines[-1]["kind"] == "end"
         steps = [line for line in lines if line["kind"] == "step"]

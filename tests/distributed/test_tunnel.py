@@ -30,7 +30,8 @@ from horizonml.security.tls import client_context
 from horizonml.security.token import make_token, parse_token
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import built, session_for, state_of
-from tests.distributed.test_gradients import BY_NAME, FULL, LR, Case, RandomBatch, train
+from tests.distributed.test_gradients import BY_NAME
+from tests.distributed.truth import FULL, LR, Case, RandomBatch, train
 from tests.programs import need_root
 
 HERE = "127.0.0.1"
@@ -129,8 +130,7 @@ def attack_ranks(pool: Pool, world_size: int, ports: Sequence[int], done: thread
         assert done.wait(60)
 
 
-@pytest.mark.parametrize("encrypt", [True, False], ids=["encrypted", "plain"])
-@pytest.mark.parametrize("name", [DDP, PIPELINE])
+@pytest.mark.parametrize(("name", "encrypt"), [(DDP, True), (PIPELINE, False)], ids=["encrypted", "plain"])
 def test_through_tunnels_and_beside_strangers_the_result_is_the_same(pool: Pool, name: str, encrypt: bool) -> None:
     case, token, ports = BY_NAME[name], make_token().text, free_ports(2)
     expected = pool.run(case.world_size, train, case)

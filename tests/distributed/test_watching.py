@@ -32,7 +32,7 @@ from tests.distributed.conftest import JOB
 from tests.distributed.pool import Pool
 from tests.distributed.processes import environment, horizonml, ours, steps, wait_for
 from tests.distributed.sessions import built, session_for
-from tests.distributed.test_gradients import FULL, LR, RandomBatch
+from tests.distributed.truth import FULL, LR, RandomBatch
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from horizonml.state.spec import Sgd
 from tests.distributed.pool import Pool
 from tests.distributed.processes import ours, wait_for
 from tests.distributed.sessions import built, session_for
-from tests.distributed.test_gradients import FULL
 from tests.distributed.test_saving import PLANS
+from tests.distributed.truth import FULL
 
 pytestmark = pytest.mark.slow
 

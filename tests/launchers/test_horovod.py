@@ -26,8 +26,8 @@ from horizonml.telemetry.log import read_lines
 from tests.distributed.pool import Pool
 from tests.distributed.processes import rank_process, steps, wait_for
 from tests.distributed.sessions import session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
 from tests.distributed.test_training import job, run, whole
+from tests.distributed.truth import FULL, LR, SHAPE, RandomBatch, distance
 
 
 @pytest.fixture(scope="module")

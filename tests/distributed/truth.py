@@ -1,0 +1,198 @@
+"""What one process computes with plain PyTorch, and what ranks compute by a plan, on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import Store
+from torch.func import functional_call
+from torch.nn import functional
+
+from horizonml.comm.group import Group
+from horizonml.models.boundary import values_of
+from horizonml.models.zoo import Model
+from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.plan.schedules import SCHEDULES
+from horizonml.state.spec import Adam, Ema, Sgd
+from tests.distributed.sessions import built, session_for, state_of
+
+SHAPE, FULL, LR = (1, 8, 8), 24, 0.1
+SIZES = (24, 24, 13)  # the last batch of an epoch is smaller
+
+
+class RandomBatch:
+    """Noise with random labels, the same wherever it is made."""
+
+    def __init__(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        self.size = SIZES[step % len(SIZES)]
+        self._inputs = torch.randn(self.size, *SHAPE, generator=generator)
+        self._targets = torch.randint(0, 10, (self.size,), generator=generator)
+
+    def inputs(self, start: int, stop: int) -> Tensor:
+        return self._inputs[start:stop]
+
+    def targets(self, start: int, stop: int) -> Tensor:
+        return self._targets[start:stop]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan by its members per stage, and what it trains."""
+
+    name: str
+    members: tuple[tuple[float, ...], ...]  # the shares of each stage's members
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    model: str = "plain"
+    optimizer: Sgd | Adam = field(default_factory=lambda: Sgd(momentum=0.9, weight_decay=1e-3))
+    reversed_ranks: bool = False
+    sync: Sync = Sync.ALL_REDUCE
+    turns: int | None = None  # stages for each rank; by default as many as the schedule wants
+    ema: Ema | None = None
+
+    def plan(self, layers: int) -> Plan:
+        groups, rank = [], 0
+        world = sum(map(len, self.members))
+        for shares in self.members:
+            ranks = tuple(range(rank, rank + len(shares)))
+            groups.append((tuple(world - 1 - r for r in ranks) if self.reversed_ranks else ranks, shares))
+            rank += len(shares)
+        count = len(groups) * (self.turns or SCHEDULES[self.schedule].stages_per_rank)
+        bounds = [layers * number // count for number in range(count + 1)]
+        stages = [
+            Stage(bounds[number], bounds[number + 1], *groups[number % len(groups)], self.sync)
+            for number in range(count)
+        ]
+        return Plan(tuple(stages), self.schedule, self.micro_batches)
+
+    @property
+    def world_size(self) -> int:
+        return sum(map(len, self.members))
+
+
+def train(rank: int, world_size: int, store: Store, case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[Any]]:
+    """What a rank holds after some steps, and what it reported."""
+    model = built(f"tests.models:{case.model}")
+    group = Group(store, rank, world_size, 30.0)
+    session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL, ema=case.ema)
+    reports = [session.step(RandomBatch(step), LR, measure_divergence=True) for step in range(steps)]
+    state = state_of(session)
+    group.close()
+    return state, reports
+
+
+class Called(nn.Module):
+    """A stage that is called in some way, so that `functional_call` can give it other buffers."""
+
+    def __init__(self, stage: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.stage = stage
+        self.call = call
+
+    def forward(self, *values: Tensor) -> Any:
+        return self.call(*values)
+
+
+def plainly(model: Model, stage: nn.Module, spec: Stage, rank: int) -> Callable[..., Any]:
+    """A stage as PyTorch runs it."""
+    return stage
+
+
+class Truth(NamedTuple):
+    """What one process ends with."""
+
+    state: dict[str, Tensor]  # parameters, buffers, and averages if there are some, by the names that ranks give them
+    losses: list[float]  # of every step
+    norms: list[float]  # of every step's gradient, where gradients are clipped
+
+
+def reference(
+    case: Case, steps: int = 3, as_run: Callable[[Model, nn.Module, Stage, int], Callable[..., Any]] = plainly
+) -> Truth:
+    """The same in one process with plain PyTorch.
+
+    BatchNorm sees what the members see: each member's part of each micro-batch, its own running statistics from the
+    same start, averaged by samples after the step. A stage of the model is called `as_run` by each rank.
+    """
+    model = built(f"tests.models:{case.model}")
+    plan = case.plan(len(model.chain))
+    stages = [model.stage(stage.start, stage.stop).train() for stage in plan.stages]
+    for first, *others in model.ties:
+        shared = next(stage.get_parameter(first) for stage in stages if first in dict(stage.named_parameters()))
+        for name in others:
+            owner = next(stage for stage in stages if name in dict(stage.named_parameters()))
+            path, _, last = name.rpartition(".")
+            owner.get_submodule(path).register_parameter(last, shared)
+    called = [
+        [Called(stage, as_run(model, stage, spec, rank)) for rank in spec.ranks]
+        for stage, spec in zip(stages, plan.stages, strict=True)
+    ]
+    parameters = list({id(value): value for stage in stages for value in stage.parameters()}.values())
+    if isinstance(case.optimizer, Sgd):
+        spec = case.optimizer
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            parameters, lr=LR, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay
+        )
+    else:
+        kind = torch.optim.AdamW if case.optimizer.name == "adamw" else torch.optim.Adam
+        optimizer = kind(parameters, lr=LR, betas=tuple(case.optimizer.betas), weight_decay=case.optimizer.weight_decay)
+    averages = [parameter.detach().clone() for parameter in parameters]
+    losses, norms = [], []
+    for step in range(steps):
+        batch = RandomBatch(step)
+        optimizer.zero_grad()
+        buffers = [
+            [{f"stage.{key}": value.clone() for key, value in stage.named_buffers()} for _ in spec.ranks]
+            for stage, spec in zip(stages, plan.stages, strict=True)
+        ]
+        total, first = torch.zeros(()), 0
+        for size in plan.micro_sizes(batch.size, FULL):
+            values = (batch.inputs(first, first + size),)
+            for ranks, spec, own in zip(called, plan.stages, buffers, strict=True):
+                parts = [
+                    values_of(functional_call(ranks[member], own[member], tuple(value[a:b] for value in values)))
+                    for member, (a, b) in enumerate(spec.rows(size))
+                    if b > a
+                ]
+                values = tuple(map(torch.cat, zip(*parts, strict=True)))
+            total = total + functional.cross_entropy(values[0], batch.targets(first, first + size), reduction="sum")
+            first += size
+        (total / batch.size).backward()
+        if case.optimizer.clip_norm is not None:
+            norms.append(float(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).double().norm()))
+            nn.utils.clip_grad_norm_(parameters, case.optimizer.clip_norm)  # which takes the norm in 32 bits
+        optimizer.step()
+        if case.ema is not None and case.ema.decay is not None:
+            decay = min(case.ema.decay, (1 + step) / (10 + step)) if case.ema.warmup else case.ema.decay
+            for average, parameter in zip(averages, parameters, strict=True):
+                average.mul_(decay).add_(parameter.detach(), alpha=1 - decay)
+        losses.append(float(total.detach() / batch.size))
+        for stage, spec, own in zip(stages, plan.stages, buffers, strict=True):
+            rows = [
+                sum(b - a for a, b in parts)
+                for parts in zip(*map(spec.rows, plan.micro_sizes(batch.size, FULL)), strict=True)
+            ]
+            for key, buffer in stage.named_buffers():
+                if buffer.is_floating_point():
+                    buffer.copy_(
+                        sum(values[f"stage.{key}"] * n / batch.size for values, n in zip(own, rows, strict=True))
+                    )
+                else:
+                    buffer.copy_(own[0][f"stage.{key}"])
+    state = {f"model/{key}": value.detach() for stage in stages for key, value in stage.state_dict().items()}
+    if case.ema is not None:
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        for stage in stages:
+            for name, parameter in stage.named_parameters(remove_duplicate=False):
+                state[f"optimizer/{name}/average"] = averages[places[id(parameter)]]
+    return Truth(state, losses, norms)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Relative difference of two tensors."""
+    return float((one.double() - other.double()).norm() / max(1e-30, float(other.double().norm())))
