@@ -39,7 +39,7 @@ def competitors(ranks: int, micro_batches: int) -> list[tuple[Variant, float]]:
     shared = {
         "model": "benchmarks.sleeping:sleeping_model",
         "options": {"layers": 2 * ranks, "seconds": SECONDS_PER_SAMPLE / 2},
-        "executions": "plain",
+        "execution": "plain",
         "shape": [32, 16, 16],  # 32 KiB a sample: 512 KiB a micro-batch
     }
     rows = [

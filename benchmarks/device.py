@@ -36,9 +36,8 @@ from horizonml.machine.host import rss_bytes
 from horizonml.machine.resources import keep_freed_memory
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build, construct
-from horizonml.plan.execution import Executions, described
 from horizonml.plan.plan import Plan, Stage
-from horizonml.profiling.executions import executions_here
+from horizonml.profiling.execution import execution_here
 from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
@@ -135,15 +134,16 @@ def horizonml(config: dict[str, Any]) -> tuple[StepFunction, str]:
     model: Model = build(spec, 0, outputs, taken)
     fields: dict[str, Any] = {"batch_size": batch.size, "precision": config["precision"], "model": spec.model_dump()}
     begin = time.perf_counter()
-    layers = executions_here(Job.model_validate(fields), model, 1, 1 << 20, lambda text: None)
+    execution = execution_here(Job.model_validate(fields), model, 1, 1 << 20, lambda text: None)
     taken_seconds = time.perf_counter() - begin
     plan = Plan((Stage(0, len(model.chain), (0,), (1.0,)),))
-    session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), task, batch.size, Executions.of(layers))
+    group, execution = Group(None, 0, 1, 60.0), execution.among([execution])
+    session = Session(plan, TrainState(model, Sgd()), group, task, batch.size, execution)
 
     def step() -> None:
         session.step(batch, LR)
 
-    return step, f"{described(layers, model.chain.names)} (chosen in {taken_seconds:.1f} s)"
+    return step, f"all layers {execution.words} (chosen in {taken_seconds:.1f} s)"
 
 
 def serve(config: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def variant(name: str, peer: str, world_size: int, batch_size: int, **config: An
     defaults: dict[str, Any] = {"model": "resnet18", "shape": [3, 32, 32], "threads": 1}
     defaults["keep_memory"] = peer == "horizonml"
     if peer == "horizonml":
-        defaults["executions"] = "auto"  # each layer as it runs fastest here, as every job trains
+        defaults["execution"] = "auto"  # layers as they run fastest here, as every job trains
     return Variant(
         name, {**defaults, "name": name, "peer": peer, "world_size": world_size, "batch_size": batch_size, **config}
     )

@@ -26,9 +26,9 @@ from horizonml.machine.host import rss_bytes
 from horizonml.machine.resources import keep_freed_memory
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
-from horizonml.plan.execution import Executions, to_json
+from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.plan import Plan
-from horizonml.profiling.executions import executions_here, read_layers
+from horizonml.profiling.execution import execution_here
 from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
@@ -63,9 +63,8 @@ def horizonml(config: dict[str, Any], rank: int, store: PrefixStore, model: Mode
     """HorizonML's engine with the plan of the configuration."""
     plan = Plan.from_json(config["plan"])
     group = Group(store, rank, config["world_size"], 300.0)
-    session = Session(
-        plan, TrainState(model, Sgd()), group, Classification(), batch.size, executions_of(config, model, group)
-    )
+    execution = execution_of(config, model, group)
+    session = Session(plan, TrainState(model, Sgd()), group, Classification(), batch.size, execution)
 
     def step() -> None:
         session.step(batch, LR)
@@ -73,13 +72,13 @@ def horizonml(config: dict[str, Any], rank: int, store: PrefixStore, model: Mode
     return step
 
 
-def executions_of(config: dict[str, Any], model: Model, group: Group) -> Executions | None:
-    """How layers run: plain, unless the configuration says `"executions": "auto"`, for which this device is tried.
+def execution_of(config: dict[str, Any], model: Model, group: Group) -> Execution:
+    """How layers run: plain, unless the configuration says `"execution": "auto"`, for which this device is tried.
 
     Rank 0 tries it for all, because members of a stage must not differ in how their weights lie in memory.
     """
-    if config.get("executions") != "auto":
-        return None
+    if config.get("execution") != "auto":
+        return PLAIN
     job = Job.model_validate(
         {
             "batch_size": config["batch_size"],
@@ -88,10 +87,9 @@ def executions_of(config: dict[str, Any], model: Model, group: Group) -> Executi
             "parallel": {"strategy": "ddp", "workers": config["world_size"]},
         }
     )
-    layers = executions_here(job, model, config["world_size"], 1 << 20, lambda text: None) if group.rank == 0 else ()
-    own = to_json(layers) if group.rank == 0 else None
-    found = group.gather_json(own, lambda value: None if value is None else read_layers(model, value))[0]
-    return Executions.of(found or ())
+    own = execution_here(job, model, config["world_size"], 1 << 20, lambda text: None) if group.rank == 0 else PLAIN
+    found = group.exchange(own)[0]
+    return found.among([found])
 
 
 def ddp(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, batch: RandomBatch) -> StepFunction:

@@ -87,7 +87,7 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
     from horizonml.comm.group import Group
     from horizonml.machine.host import versions
     from horizonml.machine.resources import available_cores, keep_freed_memory, memory_limit, threads_per_rank
-    from horizonml.profiling.executions import executions_here, untried
+    from horizonml.profiling.execution import execution_here, untried
     from horizonml.profiling.measure import cached_profile
     from horizonml.runtime.agreement import describe_together, profile_key
     from horizonml.runtime.capacity import use_device
@@ -97,8 +97,8 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
     torch.set_num_threads(threads or threads_per_rank(available_cores(), 1))
     info, model = describe_together(job, Group(None, 0, 1, 60.0))
     steps = job.total_steps(-(-info.train // job.batch_size))
-    executions = untried(job, executions_here(job, model, job.parallel.world_size(), steps, _say))
-    profile = cached_profile(model, profile_key(job), job.batch_size, _say, executions)
+    execution = untried(job, execution_here(job, model, job.parallel.world_size(), steps, _say))
+    profile = cached_profile(model, profile_key(job), job.batch_size, _say, execution)
     _print_layers(job, profile)
     if out is not None:
         about = {

@@ -36,7 +36,7 @@ from horizonml.engine.sync.base import Members
 from horizonml.engine.verdict import UNCHANGED, TotalsSum, check_held_out
 from horizonml.errors import Diverged, PeerLost, PlanError
 from horizonml.machine.host import cpu_seconds
-from horizonml.plan.execution import Executions
+from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan
 from horizonml.state.average import PreparedOuter
@@ -56,11 +56,11 @@ def open_session(
     group: Group,
     task: Task,
     batch_size: int,
-    executions: Executions | None = None,
+    execution: Execution = PLAIN,
 ) -> Trainer:
     """Return this rank's session of a plan, with or without local steps; all ranks of the group call this."""
     kind = Session if plan.local is None else LocalSession
-    return kind(plan, state, group, task, batch_size, executions)
+    return kind(plan, state, group, task, batch_size, execution)
 
 
 class LocalSession(Trainer):
@@ -73,12 +73,12 @@ class LocalSession(Trainer):
         group: Group,
         task: Task,
         batch_size: int,
-        executions: Executions | None = None,
+        execution: Execution = PLAIN,
     ) -> None:
         """Connect the replicas and their stages; see `Session`."""
         plan.check(len(state.model.chain), group.world_size)
         assert plan.local is not None
-        self.plan, self.state, self.group, self.task, self.executions = plan, state, group, task, executions
+        self.plan, self.state, self.group, self.task, self.execution = plan, state, group, task, execution
         self.following: Following | None = None
         self._local: Local = plan.local
         self._place = next(place for place, ranks in enumerate(plan.replicas) if group.rank in ranks)
@@ -86,7 +86,7 @@ class LocalSession(Trainer):
         self._shares = [share * len(shares) / sum(shares) for share in shares]  # relative to the mean
         usual = -(-batch_size // len(shares))
         within = group.within(plan.replicas[self._place])
-        self._inner = Session(plan.replica(self._place), state, within, task, usual, executions)
+        self._inner = Session(plan.replica(self._place), state, within, task, usual, execution)
         self.stages, self.clock = self._inner.stages, self._inner.clock
         group.barrier()
         self._totals = TotalsSum(group, task, self.stages, len(plan.stages) - 1)

@@ -30,7 +30,7 @@ from horizonml.models.structure import Structure
 from horizonml.models.tracing import tried_out
 from horizonml.models.watch import require_alike, set_everywhere
 from horizonml.plan.actions import Action, Kind
-from horizonml.plan.execution import Executions
+from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.plan import Plan
 from horizonml.state.follow import Following
 from horizonml.state.train_state import Prepared, TrainState
@@ -78,7 +78,7 @@ class Trainer(Protocol):
     task: Task
     clock: Clock
     stages: dict[int, StageRuntime]
-    executions: Executions | None
+    execution: Execution
     following: Following | None
 
     @property
@@ -120,13 +120,13 @@ class Session(Trainer):
         group: Group,
         task: Task,
         batch_size: int,
-        executions: Executions | None = None,
+        execution: Execution = PLAIN,
         staging: Staging | None = None,
     ) -> None:
         """Connect the stages; all ranks of the group call this together.
 
         `state` keeps the layers of this rank that it holds already, and creates the others. `batch_size` is the size of
-        a full global batch. `executions` says how layers run here; by default, as PyTorch runs them. `staging` is by
+        a full global batch. `execution` says how layers run here. `staging` is by
         default what the state's device needs. Raises PlanError, ModelError or PeerLost.
         """
         self.staging = staging if staging is not None else staging_for(state.device)
@@ -136,7 +136,7 @@ class Session(Trainer):
         self._whole = plan  # which `plan` is, too, unless some ranks follow
         self.plan, self.state, self.group, self.task = plan, state, group, task
         self.clock = Clock(self.staging.watch())
-        self._batch_size, self.executions = batch_size, executions
+        self._batch_size, self.execution = batch_size, execution
         held = plan.stages_of(group.rank)
         splits = any(plan.stages[number].splits_channels for number in held)
         modules = state.take([(plan.stages[number].start, plan.stages[number].stop) for number in held], splits)
@@ -146,7 +146,7 @@ class Session(Trainer):
         self.stages = {}
         try:
             for number, module in zip(held, modules, strict=True):
-                stage = StageRuntime(plan, number, module, model, group, self.clock, self.staging, executions)
+                stage = StageRuntime(plan, number, module, model, group, self.clock, self.staging, execution)
                 self.stages[number] = stage
                 if stage.sync.parts:
                     state.split(stage.sync.parts)
@@ -460,7 +460,7 @@ def replay(
     steps: Iterator[tuple[Messages, Batch, float, float]],
     task: Task,
     batch_size: int,
-    executions: Executions | None = None,
+    execution: Execution = PLAIN,
 ) -> None:
     """Bring the state of a lost rank's stages to the present, from the messages that its neighbours had sent to it.
 
@@ -470,6 +470,6 @@ def replay(
     """
     recording = Recording()
     group = Group.played_back(rank, plan.world_size, recording)
-    with closing(Session(plan, state, group, task, batch_size, executions)) as session:
+    with closing(Session(plan, state, group, task, batch_size, execution)) as session:
         for recording.messages, batch, learning_rate, scale in steps:
             session.replay(batch, learning_rate, scale)

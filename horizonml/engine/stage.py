@@ -27,7 +27,7 @@ from horizonml.models.own_state import put_back_buffers
 from horizonml.models.watch import Watch
 from horizonml.models.zoo import Model
 from horizonml.plan.actions import Action, Kind
-from horizonml.plan.execution import Executions
+from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.plan import Plan, Route, routes
 from horizonml.tasks.task import Batch, Task, Tree, WrongClass, check_results, detached
 from horizonml.text import count
@@ -152,12 +152,11 @@ class StageRuntime:
         group: Group,
         clock: Clock,
         staging: Staging,
-        executions: Executions | None = None,
+        execution: Execution = PLAIN,
     ) -> None:
         """Connect the stage's members; all of them call this together. Raises PeerLost or ModelError.
 
-        Where members split channels, `module` is changed in place. `executions` says how the layers run; by default, as
-        PyTorch runs them.
+        Where members split channels, `module` is changed in place. `execution` says how the layers run.
         """
         self.number, self.module, self._plan, self._clock, self._staging = number, module, plan, clock, staging
         self.stage = plan.stages[number]
@@ -167,8 +166,7 @@ class StageRuntime:
         self._run: Forward = module
         if not self.stage.splits_channels:  # the layers of which are replaced
             lies = sums_as_they_lie(self.stage.ranks, self.stage.sync)
-            span = self.stage.start, self.stage.stop
-            self._run = runs_for(model, module, *span, executions, sums_as_they_lie=lies)
+            self._run = runs_for(model, module, self.stage.stop, execution, sums_as_they_lie=lies)
         whole_model = len(plan.stages) == 1
         self._watch = None if whole_model else Watch(module, model.recorded)
         self._cast_weights = CastWeights()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from horizonml.job.schema import Job
-from horizonml.plan.execution import PLAIN, from_json, runs
+from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.syncs import FORMATS
@@ -196,8 +196,7 @@ class _Table:
 
     def accuracy(self) -> Iterator[Reason]:
         """Yield what of the plan is not exact, what that may cost in accuracy, and what an exact plan costs."""
-        ways = {str(profile.executions): list(profile.executions) for profile in self.problem.profiles}
-        layers = inexact_layers(from_json(own) for own in ways.values())
+        layers = inexact_layers(profile.execution for profile in self.problem.profiles)
         parts = [*inexact_parts(self.plan), *layers]
         if not parts or not chosen_inexact(self.problem, self.plan):
             yield from asked_for(parts)
@@ -411,25 +410,20 @@ class _Table:
 
 def layer_reasons(profiles: Sequence[Profile], names: Sequence[str]) -> Iterator[Reason]:
     """Yield how layers run on each kind of device; `names` are those of the profiles' devices."""
-    alike: dict[tuple[str, str], list[int]] = {}
+    alike: dict[tuple[Execution, str], list[int]] = {}
     for number, profile in enumerate(profiles):
-        alike.setdefault((str(profile.executions), f"{profile.gain:.2f}"), []).append(number)
-    for first, *more in alike.values():
-        profile, where = profiles[first], "" if len(alike) == 1 else f" on {names[first]}"
+        alike.setdefault((profile.execution, f"{profile.gain:.2f}"), []).append(number)
+    for (execution, gain), (first, *more) in alike.items():
+        where = "" if len(alike) == 1 else f" on {names[first]}"
         where += f" and {count(len(more), 'other device')}" if more and where else ""
-        found = [run for run in runs(from_json(list(profile.executions))) if run.execution != PLAIN]
-        spans = [
-            f"{span(run)} {'run' if run.stop - run.start > 1 else 'runs'} in {run.execution.words}" for run in found
-        ]
-        few = sum(run.stop - run.start for run in found) < len(profile.layers)
-        notes = ["the rest run plain"] if few and found else []
-        if profile.gain > 1 and found:
-            notes.append(f"all layers together are {profile.gain:.2f} times as fast as if none ran so")
-        what = " and ".join(spans) or "all layers run as PyTorch runs them by default"
-        exact = all(run.execution.precision == "fp32" for run in found)
-        told = Told.IN_FULL if not found else Told.PLAN if exact else Told.RUN
-        text = f"{what[0].upper()}{what[1:]}{where}"
-        yield Reason("layers", what if found else "plain", text, told, exact, notes=notes)
+        if execution == PLAIN:
+            text = f"All layers run as PyTorch runs them by default{where}"
+            yield Reason("layers", "plain", text, Told.IN_FULL)
+            continue
+        exact = execution.precision == "fp32"
+        notes = [f"they are {gain} times as fast as if none ran so"] if profiles[first].gain > 1 else []
+        what = f"all layers run in {execution.words}"
+        yield Reason("layers", what, f"A{what[1:]}{where}", Told.PLAN if exact else Told.RUN, exact, notes=notes)
 
 
 def run_reasons(job: Job, threads: int | None, untried: str | None) -> Iterator[Reason]:

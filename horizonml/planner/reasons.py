@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from horizonml.plan.execution import Execution, Run
+from horizonml.plan.execution import Execution
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.cost import is_lossy
 from horizonml.planner.problem import Problem
-from horizonml.text import count, human_bytes, human_seconds
+from horizonml.text import human_bytes, human_seconds
 
 _SAME = 0.005  # of a step: times that differ by less are the same
 _MOST_NAMED = 5  # devices
@@ -97,7 +97,7 @@ def mbit(bandwidth: float) -> str:
     return f"{rate:,.0f} Mbit/s" if rate >= 10 or rate == 0 else f"{rate:.1f} Mbit/s"
 
 
-def span(part: Stage | Run) -> str:
+def span(part: Stage) -> str:
     """Return which layers a stage, or a run of layers, has."""
     return f"layers {part.start} to {part.stop - 1}" if part.stop - part.start > 1 else f"layer {part.start}"
 
@@ -133,10 +133,9 @@ def inexact_parts(plan: Plan) -> list[str]:
     return parts
 
 
-def inexact_layers(executions: Iterable[Sequence[Execution]]) -> list[str]:
-    """Return in words how many layers run in fewer bits on a device; `executions` are those of each device."""
-    layers = {number for own in executions for number, one in enumerate(own) if one.precision != "fp32"}
-    return [f"{count(len(layers), 'layer')} in bf16"] if layers else []
+def inexact_layers(executions: Iterable[Execution]) -> list[str]:
+    """Return in words whether layers run in fewer bits on a device; `executions` are those of each device."""
+    return ["layers in bf16"] if any(one.precision != "fp32" for one in executions) else []
 
 
 def asked_for(parts: Sequence[str]) -> list[Reason]:

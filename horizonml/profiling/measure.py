@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from horizonml.machine.resources import available_cores
 from horizonml.models.boundary import Boundary, Values, flat
 from horizonml.models.module_slice import HOST, bring
 from horizonml.models.zoo import Model
-from horizonml.plan.execution import PLAIN, Execution, Executions, to_json
+from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.syncs import FORMATS, SYNCS, resolve
 from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.profiling import kept
@@ -54,14 +55,14 @@ def cached_profile(
     key: dict[str, Any],
     batch_size: int,
     say: Callable[[str], None],
-    executions: Sequence[Execution] = (),
+    execution: Execution = PLAIN,
 ) -> Profile:
     """Return the profile of a model on this device, from the cache if it was measured before.
 
     `key` names the model and its options. Sizes above `batch_size` cannot occur and are not measured. `say` receives a
-    message if the measurement takes time. `executions` says how each layer runs; without any, all run plain.
+    message if the measurement takes time. `execution` says how layers run.
     """
-    key, sizes = _full_key(model, key, batch_size, executions)
+    key, sizes = _full_key(model, key, batch_size, execution)
     content = kept.read(_KIND, key)
     profile, why = _profile(content), content.get("doubt")
     if profile is not None and not why:
@@ -71,7 +72,7 @@ def cached_profile(
     else:
         say(f"measuring the layers again, because {why} ...")
     with staging_for(computing().device).creating():
-        profile = measure(model, sizes, executions)
+        profile = measure(model, sizes, execution)
     whole = sum(layer.forward[-1] + layer.backward[-1] for layer in profile.layers)
     slow = [layer for layer in profile.layers if layer.forward[-1] + layer.backward[-1] > _COUNTS * whole]
     spread = max((layer.spread for layer in slow), default=1.0)
@@ -89,18 +90,16 @@ def cached_profile(
     return profile
 
 
-def kept_profile(
-    model: Model, key: dict[str, Any], batch_size: int, executions: Sequence[Execution] = ()
-) -> Profile | None:
+def kept_profile(model: Model, key: dict[str, Any], batch_size: int, execution: Execution = PLAIN) -> Profile | None:
     """Return the profile of a model on this device if it was measured before, as in `cached_profile`, or None."""
-    return _profile(kept.read(_KIND, _full_key(model, key, batch_size, executions)[0]))
+    return _profile(kept.read(_KIND, _full_key(model, key, batch_size, execution)[0]))
 
 
 def compare_with_run(
     model: Model,
     key: dict[str, Any],
     batch_size: int,
-    executions: Sequence[Execution],
+    execution: Execution,
     passes: Sequence[tuple[int, int, int]],
     seconds: float,
 ) -> str | None:
@@ -110,7 +109,7 @@ def compare_with_run(
     quickest step took to compute. What else a device does can only make a step longer, so the profile cannot be right
     if it says that the layers take longer than that.
     """
-    full, _ = _full_key(model, key, batch_size, executions)
+    full, _ = _full_key(model, key, batch_size, execution)
     profile = _profile(kept.read(_KIND, full))
     if profile is None or computing().accelerates:
         return None
@@ -126,7 +125,7 @@ def compare_with_run(
 
 
 def _full_key(
-    model: Model, key: dict[str, Any], batch_size: int, executions: Sequence[Execution]
+    model: Model, key: dict[str, Any], batch_size: int, execution: Execution
 ) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Return all that a profile depends on, and the sizes of micro-batches that it has."""
     sizes = tuple(size for size in _SIZES if size <= batch_size) or (max(2, batch_size),)
@@ -138,7 +137,7 @@ def _full_key(
         "layers": model.chain.names,
         "boundaries": [[[tensor.shape, str(tensor.dtype)] for tensor in one.tensors] for one in model.chain.boundaries],
         "sizes": sizes,
-        "executions": [] if all(one == PLAIN for one in executions) else to_json(executions),
+        "executions": [] if execution == PLAIN else asdict(execution),
         **key,
     }, sizes
 
@@ -150,21 +149,20 @@ def _profile(content: dict[str, Any]) -> Profile | None:
         return None
 
 
-def measure(model: Model, sizes: tuple[int, ...], executions: Sequence[Execution] = ()) -> Profile:
+def measure(model: Model, sizes: tuple[int, ...], execution: Execution = PLAIN) -> Profile:
     """Return the profile of a model, from running every layer forward and backward, one layer in memory at a time.
 
     Times are medians of a few runs, without those that other programs disturb, and with gradients accumulated as in
     training. A layer whose times contradict one another is measured again at the end, when that may be over. Each layer
-    gets its input as the layer before leaves it, so the conversion to the way in which it runs is a part of its time.
+    gets its input as the layer before leaves it; the first layer also converts what enters the model.
     """
-    chosen = tuple(executions) or (PLAIN,) * len(model.chain)
     forms: Sequence[Form] = ()
     found_runs: list[list[Runs]] = []
     entered: list[Sequence[Form]] = []
     layers: list[tuple[int, int, int]] = []
     update, largest, least = 0.0, 0, 1
     for index in range(len(model.chain)):
-        module, run = _runnable(model, chosen, index)
+        module, run = _runnable(model, execution, index)
         boundary = model.chain.boundaries[index]
         times: list[Runs] = []
         for size in sizes:
@@ -185,7 +183,7 @@ def measure(model: Model, sizes: tuple[int, ...], executions: Sequence[Execution
     # All layers must have the same sizes.
     known = min(len(times) for times in found_runs)
     for number, size in enumerate(sizes[:known]):
-        _settle(model, chosen, size, [times[number] for times in found_runs], entered)
+        _settle(model, execution, size, [times[number] for times in found_runs], entered)
     found = tuple(
         LayerProfile(
             model.chain.names[index],
@@ -201,7 +199,6 @@ def measure(model: Model, sizes: tuple[int, ...], executions: Sequence[Execution
         for index, times in enumerate(found_runs)
     )
     codecs = codec_seconds(_clock())
-    how = tuple(to_json(chosen)) if any(one != PLAIN for one in chosen) else ()
     copying = _copy_seconds_per_byte() if computing().accelerates else 0.0
     return Profile(
         computing().name,
@@ -211,7 +208,7 @@ def measure(model: Model, sizes: tuple[int, ...], executions: Sequence[Execution
         codecs,
         transfer_seconds_per_byte=copying,
         least_rows=least,
-        executions=how,
+        execution=execution,
     )
 
 
@@ -231,7 +228,7 @@ def settled(runs: Sequence[Runs]) -> tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def _settle(
-    model: Model, chosen: Sequence[Execution], size: int, runs: Sequence[Runs], entered: Sequence[Sequence[Form]]
+    model: Model, execution: Execution, size: int, runs: Sequence[Runs], entered: Sequence[Sequence[Form]]
 ) -> None:
     """Measure the layers again, with so many samples, whose `runs` contradict one another, and add what that took."""
     end = time.monotonic() + _BUDGET_SECONDS / 4
@@ -241,15 +238,14 @@ def _settle(
             totals = [sum(run) for run in own]
             if kept.is_settled(totals) or max(totals) < _COUNTS * whole or time.monotonic() > end:
                 continue
-            _, run = _runnable(model, chosen, index)
+            _, run = _runnable(model, execution, index)
             own += _runs(run, model.chain.boundaries[index], size, index > 0, entered[index])[0]
 
 
-def _runnable(model: Model, chosen: Sequence[Execution], index: int) -> tuple[nn.Module, Forward]:
-    """Return a layer as a module, and what runs it in the way that was chosen for it."""
+def _runnable(model: Model, execution: Execution, index: int) -> tuple[nn.Module, Forward]:
+    """Return a layer as a module, and what runs it."""
     module = _layer(model, index)
-    before = tuple(chosen[index - 1 : index]) or (PLAIN,)
-    return module, runs_for(model, module, index, index + 1, Executions.of(tuple(chosen)), before=before)
+    return module, runs_for(model, module, index + 1, execution.among([execution]), leaves=False)
 
 
 def _layer(model: Model, index: int) -> nn.Module:

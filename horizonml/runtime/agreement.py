@@ -22,7 +22,7 @@ from horizonml.machine.accelerator import computing
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.download import locate
 from horizonml.models.zoo import Model, build
-from horizonml.plan.execution import Execution
+from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.plan import Plan, Sync
 from horizonml.planner.alternatives import drawback, shortage, uncut
 from horizonml.planner.choose import choose
@@ -34,7 +34,7 @@ from horizonml.planner.profile import LOCAL_NETWORK, Contention, Host, Network, 
 from horizonml.planner.reasons import Told, asked_for, inexact_layers, inexact_parts
 from horizonml.planner.strategies import fixed_plan, measures_every_device, needs_profile, problem_for, syncs_of
 from horizonml.profiling.contention import measure_contention, turns, with_contention
-from horizonml.profiling.executions import gain_here
+from horizonml.profiling.execution import gain_here
 from horizonml.profiling.measure import cached_profile, kept_profile
 from horizonml.profiling.probe import MOST_PROBED, MessageCost, probe_network, probe_pairs
 from horizonml.profiling.watts import device_watts
@@ -126,14 +126,14 @@ def make_plan(
     names: Sequence[str],
     say: Callable[[str], None],
     measured: Measured | str | None = None,
-    executions: Sequence[Execution] | None = None,
+    execution: Execution = PLAIN,
     *,
     is_measured: bool = False,
 ) -> Agreed:
     """Return the plan of a job, the same on all ranks. Raises PlanError on all of them.
 
     Nothing is measured if rank 0 has measurements of all ranks, `measured`, as `is_measured` says on all of them.
-    `names[r]` is the name of rank r's machine, and `executions` says how each layer runs on this rank. Where every
+    `names[r]` is the name of rank r's machine, and `execution` says how layers run on this rank. Where every
     device is measured, the result is written to the run's folder as a file of devices.
     """
     if model.note and model.proven and group.rank == 0:
@@ -141,12 +141,12 @@ def make_plan(
     if not needs_profile(job.parallel, group.world_size):
         plan = fixed_plan(job, len(model.chain), group.world_size)
         if group.rank == 0:
-            _say_inexact(plan, executions or (), say)
+            _say_inexact(plan, execution, say)
             if len(hosts) == 1 and not computing().accelerates:
-                _say_crowded(job, model, info, plan, hosts[0], executions or (), say)
+                _say_crowded(job, model, info, plan, hosts[0], execution, say)
         return Agreed(plan)
     if not is_measured:
-        measured = _measure(job, model, group, hosts, say, executions or ())
+        measured = _measure(job, model, group, hosts, say, execution)
     answer = problem = None
     if group.rank == 0:
         try:
@@ -155,7 +155,7 @@ def make_plan(
             hosts = with_contention(hosts, measured.contention)
             problem = describe_problem(job, model, info, measured.profiles, hosts, measured.network, measured.watts)
             check_watts(problem.objective, problem.watts, [f"{name} (rank {rank})" for rank, name in enumerate(names)])
-            answer = plain(_decide(job, model, problem, names, executions or (), say))
+            answer = plain(_decide(job, model, problem, names, execution, say))
         except HorizonError as error:
             answer = str(error)
     decided: Decision | str = group.broadcast(answer, read=_decision_or_error)
@@ -174,7 +174,7 @@ def _measure(
     group: Group,
     hosts: Sequence[Host],
     say: Callable[[str], None],
-    executions: Sequence[Execution],
+    execution: Execution,
 ) -> Measured | str:
     """Return the measurements of links and devices, or why they cannot be made.
 
@@ -191,8 +191,8 @@ def _measure(
     for turn in turns(hosts) if every else [[lead]]:  # so that containers of one machine do not slow each other down
         try:
             if group.rank == lead and lead in turn:
-                profile = cached_profile(model, profile_key(job), job.batch_size, say, executions)
-                own = replace(profile, gain=gain_here(job, model, group.world_size, executions)).to_json()
+                profile = cached_profile(model, profile_key(job), job.batch_size, say, execution)
+                own = replace(profile, gain=gain_here(job, model, group.world_size, execution)).to_json()
             if every and lead in turn:
                 # The meter is the processor's: of an accelerator's work it sees next to nothing.
                 measures = group.rank == lead and job.parallel.objective != "time" and not computing().accelerates
@@ -237,7 +237,7 @@ def _decide(
     model: Model,
     problem: Problem,
     names: Sequence[str],
-    executions: Sequence[Execution],
+    execution: Execution,
     say: Callable[[str], None],
 ) -> Decision:
     """Choose the plan, and report what is worth knowing about it. Raises PlanError."""
@@ -256,7 +256,7 @@ def _decide(
             say(one.text)
         forecast = Forecast.of(choice)
     else:
-        _say_inexact(choice.plan, executions, say)
+        _say_inexact(choice.plan, execution, say)
     _say_drawback(problem, choice, [f"{name} (rank {rank})" for rank, name in enumerate(names)], say)
     if not choice.prediction.fits:
         reason = shortage(problem, choice, names)
@@ -270,7 +270,7 @@ def _say_crowded(
     info: DataInfo,
     plan: Plan,
     host: Host,
-    executions: Sequence[Execution],
+    execution: Execution,
     say: Callable[[str], None],
 ) -> None:
     """Report that one process would be faster than the plan, whose ranks share a machine, if that can be told.
@@ -286,7 +286,7 @@ def _say_crowded(
             "would most likely train faster (--workers 1, with parallel.strategy ddp or single)"
         )
         return
-    profile = kept_profile(model, profile_key(job), job.batch_size, executions)
+    profile = kept_profile(model, profile_key(job), job.batch_size, execution)
     if profile is not None and not any(stage.splits_channels for stage in plan.stages):
         problem = describe_problem(job, model, info, [profile] * ranks, [host], LOCAL_NETWORK)
         _say_drawback(problem, judge(problem, plan), [f"rank {rank}" for rank in range(ranks)], say)
@@ -298,8 +298,8 @@ def _say_drawback(problem: Problem, found: Candidate, names: Sequence[str], say:
         say(f"warning: this plan is predicted to be {line}")
 
 
-def _say_inexact(plan: Plan, executions: Sequence[Execution], say: Callable[[str], None]) -> None:
-    for reason in asked_for([*inexact_parts(plan), *inexact_layers([executions])]):
+def _say_inexact(plan: Plan, execution: Execution, say: Callable[[str], None]) -> None:
+    for reason in asked_for([*inexact_parts(plan), *inexact_layers([execution])]):
         say(reason.text)
 
 

@@ -25,10 +25,10 @@ from horizonml.files import cache_folder
 from horizonml.machine.host import rss_bytes
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
-from horizonml.plan.execution import Execution, Executions, to_json
+from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.plan import Plan
 from horizonml.planner.profile import Host
-from horizonml.profiling.executions import choose_executions, read_layers, untried, unused_bf16
+from horizonml.profiling.execution import execution_here, untried, unused_bf16
 from horizonml.profiling.threads import choose_threads
 from horizonml.runtime.capacity import find_hosts, why_untried
 from horizonml.runtime.group_plan import GroupPlan
@@ -111,8 +111,8 @@ class Generation:
         found = agree_on_state(life.state, [one.memory for one in told])
         here = next(host for host in hosts if group.rank in host.ranks)
         self._use_threads(model, hosts, here, [one.threads for one in told])
-        executions, narrow = use_executions(life, group, model, info, hosts, [one.executions for one in told], self.say)
-        guard = Guard(life, group, executions, self.say, narrow)
+        execution, narrow = use_execution(life, group, model, info, hosts, [one.execution for one in told], self.say)
+        guard = Guard(life, group, execution, self.say, narrow)
         course = GroupPlan(life, group, self.started_as, self.names, guard, model, self.say)
         course.agree(info, hosts, told)
         self._tell_local_steps(course.plan, info)
@@ -133,7 +133,7 @@ class Generation:
         energy = EnergyMeter() if meters else None
         restored = False
         if guard.applies(course.plan):
-            with closing(self._session(course.plan, guard.executions())) as session:
+            with closing(self._session(course.plan, guard.execution())) as session:
                 data = self._load(session)
                 source, restored = restore(life, session, checkpoints, first, anew, source, self.say), True
                 self._check(session, course.plan.without(followers))
@@ -145,7 +145,7 @@ class Generation:
         about = run_info(life, group, self.number, model, here, members)
         going_on, moved = "resumed", ""  # what to say after a move
         while True:
-            with closing(self._session(course.plan, guard.executions())) as session:
+            with closing(self._session(course.plan, guard.execution())) as session:
                 data = self._load(session)
                 info = data.info
                 if moved:
@@ -213,14 +213,14 @@ class Generation:
                     "local steps do not meet in every step"
                 )
 
-    def _session(self, plan: Plan, executions: Executions) -> Trainer:
+    def _session(self, plan: Plan, execution: Execution) -> Trainer:
         life = self.life
         assert life.state is not None
         assert life.info is not None
         if plan.local is None:
             life.state.forget_outer()
         task = task_for(life.job, life.info)
-        return open_session(plan, life.state, self.group, task, life.job.batch_size, executions)
+        return open_session(plan, life.state, self.group, task, life.job.batch_size, execution)
 
     def _load(self, session: Trainer) -> Data:
         """Return the data for this rank, of which all ranks know what cannot be read. Raises DataError."""
@@ -244,7 +244,7 @@ class Generation:
         """Write down, on rank 0, by which plan the group trains from now on, and what it was made of."""
         plan, problem = course.plan, course.agreed.problem
         used = problem or assumed_problem(
-            self.life.job, model, info, hosts, untried(self.life.job, self.life.executions or ())
+            self.life.job, model, info, hosts, untried(self.life.job, self.life.execution or PLAIN)
         )
         measured = problem is not None
         found = describe_planning(self.life, self.started_as, model, hosts, devices, plan, used, measured)
@@ -348,7 +348,7 @@ class Generation:
 
         def mirror() -> Mirror | None:
             made = mirror_for(life, session, self.started_as, self.say, spare if not followed else None)
-            life.last = Last(self.number, self.started_as, made, session.executions) if made is not None else None
+            life.last = Last(self.number, self.started_as, made, session.execution) if made is not None else None
             return made
 
         try:
@@ -392,42 +392,39 @@ def load_for(life: Life, session: Trainer, info: DataInfo) -> Data:
     return life.data.data
 
 
-def use_executions(
+def use_execution(
     life: Life,
     group: Group,
     model: Model,
     info: DataInfo,
     hosts: Sequence[Host],
-    kept: Sequence[tuple[Execution, ...] | None],
+    kept: Sequence[Execution | None],
     say: Callable[[str], None],
-) -> tuple[Executions, bool]:
-    """Return how this rank runs each layer, and whether any rank runs one in bf16; all ranks call this together.
+) -> tuple[Execution, bool]:
+    """Return how this rank runs layers, and whether any rank runs them in bf16; all ranks call this together.
 
-    Results depend on it, as they do on the number of threads, so a rank keeps its choice, and one that is new on a
-    machine takes over that of the others there. `kept` are the choices that ranks have.
+    The first rank on a machine chooses for the others on it. Results depend on the choice, as they do on the number of
+    threads, so a rank keeps it, and one that is new on a machine takes over that of the others there. `kept` are the
+    choices that ranks have.
     """
-    kept = [layers if layers is not None and len(layers) == len(model.chain) else None for layers in kept]
     host_of = {rank: host for host in hosts for rank in host.ranks}
 
-    def known_to(rank: int) -> tuple[Execution, ...] | None:
+    def known_to(rank: int) -> Execution | None:
         return next((kept[one] for one in (rank, *host_of[rank].ranks) if kept[one] is not None), None)
 
-    own = known_to(group.rank)
     everyone = [known_to(rank) for rank in range(group.world_size)]
-    if any(layers is None for layers in everyone):
+    if None in everyone:
         steps = life.job.total_steps(-(-info.train // life.job.batch_size))
         job, why = life.job, why_untried(life.job, info)
         if job.precision == "auto" and why is not None:
             say(f"precision: auto: layers are computed in fp32, as {why}")
             job = job.model_copy(update={"precision": "fp32"})
-        chosen = choose_executions(job, model, group, host_of[group.rank], steps, say)  # which all ranks call
-        own = own or chosen
-        everyone = group.gather_json(to_json(own), lambda value: read_layers(model, value))
-    assert own is not None
-    found = [layers or () for layers in everyone]
-    unused = unused_bf16(life.job, found) if life.executions is None else None
+        leads = host_of[group.rank].ranks[0] == group.rank  # others on the machine wait meanwhile
+        chosen = group.exchange(execution_here(job, model, group.world_size, steps, say) if leads else PLAIN)
+        everyone = [one or chosen[host_of[rank].ranks[0]] for rank, one in enumerate(everyone)]
+    found = [one for one in everyone if one is not None]
+    unused = unused_bf16(life.job, found) if life.execution is None else None
     if unused is not None:
         say(unused)
-    life.executions = own
-    narrow = any(layer.precision == "bf16" for layers in found for layer in layers)
-    return Executions.among(own, found), narrow
+    life.execution = found[group.rank]
+    return life.execution.among(found), any(one.precision == "bf16" for one in found)

@@ -50,7 +50,7 @@ class GroupPlan:
         decided = next((one.plan for one in told if one.plan is not None), None)
         if decided is None:
             measured = life.measured_among(self.started_as)
-            used = self.guard.executions().layers  # profiles are taken without bf16 as long as it is not allowed
+            used = self.guard.execution()  # profiles are taken without bf16 as long as it is not allowed
             context = life.job, self.model, info, self.group, hosts, self.names, self.say, measured, used
             found = make_plan(*context, is_measured=told[0].measured)
             refuse_what_cannot_fit(found.plan, self.model, optimizer_copies(life.job), hosts, self.names)

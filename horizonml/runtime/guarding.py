@@ -36,7 +36,7 @@ from horizonml.engine.clock import Totals
 from horizonml.engine.session import Session
 from horizonml.errors import Diverged
 from horizonml.job.schema import Job
-from horizonml.plan.execution import Executions, without_bf16
+from horizonml.plan.execution import Execution
 from horizonml.plan.lossy import LINK, PRECISION, SUMS, Choice, Setting, Tried
 from horizonml.plan.plan import Plan
 from horizonml.planner.choose import is_better, with_objective
@@ -283,10 +283,10 @@ class Guard:
     """Decides how lossy a run may be, as one rank of a group; all ranks call the same."""
 
     def __init__(
-        self, life: Life, group: Group, executions: Executions, say: Callable[[str], None], narrow: bool = False
+        self, life: Life, group: Group, execution: Execution, say: Callable[[str], None], narrow: bool = False
     ) -> None:
-        """`executions` say how this rank runs layers if bf16 is allowed; `narrow` says that some rank would use it."""
-        self._life, self._group, self._executions, self._say = life, group, executions, say
+        """`execution` says how this rank runs layers if bf16 is allowed; `narrow` says that some rank would use it."""
+        self._life, self._group, self._execution, self._say = life, group, execution, say
         self._kinds = guarded_kinds(life.job)
         self._bf16 = PRECISION in self._kinds and narrow
 
@@ -367,16 +367,15 @@ class Guard:
         self._say(f"with what may be used, a step is predicted to take {human_seconds(decided.forecast.seconds)}")
         return Agreed(decided.plan, decided.forecast, problem, agreed.measured)
 
-    def executions(self) -> Executions:
+    def execution(self) -> Execution:
         """Return how this rank runs layers, as the run may."""
         state = self._life.state
         assert state is not None
         bf16 = PRECISION not in self._kinds or (state.tried is not None and state.tried.precision == "bf16")
-        return self._executions if bf16 else self._in("fp32")
+        return self._in("bf16" if bf16 else "fp32")
 
-    def _in(self, precision: str) -> Executions:
-        exact = replace(self._executions, layers=without_bf16(self._executions.layers))
-        return self._executions if precision == "bf16" else exact
+    def _in(self, precision: str) -> Execution:
+        return self._execution if precision == "bf16" else self._execution.exact()
 
     def _sessions(self, state: TrainState, data: Data) -> Callable[[Setting], Session]:
         job, task = self._life.job, task_for(self._life.job, data.info)

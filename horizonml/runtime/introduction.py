@@ -63,7 +63,7 @@ class Introduction:
     found: Found | None  # in the folder of checkpoints
     newest_checkpoint: int | None
     threads: Annotated[int, Field(ge=1, le=_MOST_THREADS)] | None
-    executions: tuple[Execution, ...] | None
+    execution: Execution | None
     plan: Decision | None  # that is known for these ranks
     measured: bool  # whether what all these ranks measured is known
     seconds: float  # since training began
@@ -123,7 +123,7 @@ class Introductions:
             self.arrival.found if self.arrival is not None else None,
             life.newest_checkpoint,
             life.threads,
-            life.executions,
+            life.execution,
             plan,
             life.measured_among(self.started_as) is not None,
             time.monotonic() - (life.started or time.monotonic()),

@@ -12,7 +12,7 @@ from horizonml.job.schema import Job
 from horizonml.machine.condition import Condition
 from horizonml.machine.host import rss_bytes
 from horizonml.machine.signals import StopRequest
-from horizonml.plan.execution import Execution, Executions
+from horizonml.plan.execution import PLAIN, Execution
 from horizonml.runtime.agreement import Agreed, Measured
 from horizonml.state.mirror import Mirror
 from horizonml.state.runfolder import RunFolder
@@ -40,7 +40,7 @@ class Last:
     generation: int
     members: list[int]  # the ranks as they were started
     mirror: Mirror
-    executions: Executions | None = None  # how layers ran here
+    execution: Execution = PLAIN  # how layers ran here
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Life:
     measured: Measured | None = None
     measured_for: list[int] = field(default_factory=list)  # the ranks that were measured, as they were started
     threads: int | None = None
-    executions: tuple[Execution, ...] | None = None  # how each layer runs here
+    execution: Execution | None = None  # how layers run here
     last: Last | None = None  # the group before
     outage: Outage | None = None  # since a loss, until the first step after it
     awaited: float | None = None  # since when disks of other machines are waited for, by `monotonic`

@@ -26,7 +26,7 @@ from horizonml.planner.problem import Problem, Watts, check_watts
 from horizonml.planner.profile import LOCAL_NETWORK, Host, Network, Profile
 from horizonml.planner.reasons import Reason, Told
 from horizonml.planner.strategies import fixed_plan, may_cut, needs_profile
-from horizonml.profiling.executions import executions_here, gain_here, untried
+from horizonml.profiling.execution import execution_here, gain_here, untried
 from horizonml.profiling.measure import cached_profile
 from horizonml.profiling.watts import device_watts, stated_watts
 from horizonml.runtime.agreement import choose_or_say_why, describe_problem, describe_together, profile_key
@@ -169,9 +169,9 @@ def _profiled(job: Job, places: Places, say: Say) -> tuple[DataInfo, Model, Sequ
 
     def measured() -> Profile:
         steps = job.total_steps(-(-info.train // job.batch_size))
-        executions = untried(job, executions_here(job, model, job.parallel.world_size(), steps, say))
-        found = cached_profile(model, profile_key(job), job.batch_size, say, executions)
-        return replace(found, gain=gain_here(job, model, job.parallel.world_size(), executions))
+        execution = untried(job, execution_here(job, model, job.parallel.world_size(), steps, say))
+        found = cached_profile(model, profile_key(job), job.batch_size, say, execution)
+        return replace(found, gain=gain_here(job, model, job.parallel.world_size(), execution))
 
     if places.cluster is None:
         found = {}

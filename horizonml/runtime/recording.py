@@ -18,7 +18,7 @@ from horizonml.machine.host import MachineInfo, machine_info, versions
 from horizonml.machine.resources import memory_limit
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
-from horizonml.plan.execution import Execution
+from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.plan import Plan
 from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.explain import explain
@@ -26,7 +26,7 @@ from horizonml.planner.problem import Problem
 from horizonml.planner.profile import LOCAL_NETWORK, Host
 from horizonml.planner.reasons import asked_for, inexact_parts
 from horizonml.planner.record import DeviceFacts, Planning, write_planning
-from horizonml.profiling.executions import untried
+from horizonml.profiling.execution import untried
 from horizonml.profiling.measure import compare_with_run, kept_profile
 from horizonml.runtime.agreement import describe_problem, profile_key
 from horizonml.runtime.life import Life
@@ -134,13 +134,13 @@ def describe_planning(
 
 
 def assumed_problem(
-    job: Job, model: Model, info: DataInfo, hosts: Sequence[Host], executions: Sequence[Execution] = ()
+    job: Job, model: Model, info: DataInfo, hosts: Sequence[Host], execution: Execution
 ) -> Problem | None:
     """Return what a plan that needs no measurements would be made for, as far as this device was measured before.
 
     Its profile stands for all devices, and the links are those of ranks on one machine. Return None if it was not.
     """
-    profile = kept_profile(model, profile_key(job), job.batch_size, executions)
+    profile = kept_profile(model, profile_key(job), job.batch_size, execution)
     if profile is None:
         return None
     ranks = sum(len(host.ranks) for host in hosts)
@@ -160,8 +160,8 @@ def doubt_profile(life: Life, session: Trainer, recorder: Recorder) -> None:
         for size in plan.micro_sizes(batch, batch):
             first, end = stage.rows(size)[stage.ranks.index(group.rank)]
             passes.append((stage.start, stage.stop, end - first))
-    executions = untried(life.job, life.executions or ())
-    told = compare_with_run(session.state.model, profile_key(life.job), batch, executions, passes, recorder.quickest)
+    execution = untried(life.job, life.execution or PLAIN)
+    told = compare_with_run(session.state.model, profile_key(life.job), batch, execution, passes, recorder.quickest)
     if told is not None:
         recorder.message(told)
 

@@ -225,7 +225,7 @@ class _Part:
                 scale = state.scales.of(step) if job.optimizer.clip_norm is not None else 1.0
                 yield messages.get(step, {}), batch, rate, scale
 
-        replay(plan, rank, theirs, steps(), task_for(job, info), job.batch_size, lost.executions)
+        replay(plan, rank, theirs, steps(), task_for(job, info), job.batch_size, lost.execution)
         if mirror.parts:
             state.become(theirs.tensors())  # its own parts are among them
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,8 @@ from torch.nn import functional
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.models.boundary import values_of
-from horizonml.models.chain import Chain
 from horizonml.models.zoo import Model
-from horizonml.plan.execution import PLAIN, Execution, Executions
+from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.plan import Stage, Sync
 from horizonml.state.optim import lies_alike
 from horizonml.state.train_state import TrainState
@@ -32,44 +30,42 @@ from tests.distributed.sessions import built, state_of
 from tests.distributed.truth import FULL, LR, Case, RandomBatch, distance, reference
 
 LAST, NARROW, BOTH = Execution(True), Execution(False, "bf16"), Execution(True, "bf16")
-# How the layers run, by rank: whole models, layers that alternate, and members of a stage that differ.
-WAYS: dict[str, list[tuple[Execution, ...]]] = {
-    "channels_last": [(LAST,)],
-    "alternating": [(LAST, LAST, PLAIN)],
-    "different members": [(LAST, PLAIN, LAST, LAST), (LAST, LAST, PLAIN)],
-    "bf16": [(NARROW,)],
-    "all mixed": [(BOTH, LAST, NARROW, PLAIN, NARROW), (LAST, NARROW)],
+# How the layers run, by rank, again from the first for further ranks: in one mode on all, or in several.
+WAYS: dict[str, list[Execution]] = {
+    "plain": [PLAIN],
+    "channels_last": [LAST],
+    "different formats": [LAST, PLAIN],
+    "bf16": [NARROW],
+    "both": [BOTH],
+    "different modes": [BOTH, LAST, NARROW, PLAIN],
 }
-EXACT = ("channels_last", "alternating", "different members")
+EXACT = ("plain", "channels_last", "different formats")
 
 CASES = [
-    (Case("single", (ONE,), 3, model="residual"), ("channels_last", "bf16", "all mixed")),
-    (Case("ddp 2, shares", ((3.0, 1.0),), 2, model="normed"), ("different members", "all mixed")),
-    (Case("pipeline 3", (ONE, ONE, ONE), 4, model="normed"), ("alternating", "bf16")),
-    (Case("pipeline 3, zero bubble", (ONE, ONE, ONE), 4, "zb-h1", "depthwise"), ("alternating", "all mixed")),
-    (Case("hybrid 2x2, shares", ((3.0, 1.0), (1.0, 2.0)), 3, model="residual"), ("different members", "all mixed")),
+    (Case("single", (ONE,), 3, model="residual"), ("channels_last", "both")),
+    (Case("ddp 2, shares", ((3.0, 1.0),), 2, model="normed"), ("different formats", "different modes")),
+    (Case("pipeline 3", (ONE, ONE, ONE), 4, model="normed"), ("different formats", "bf16")),
+    (Case("pipeline 3, zero bubble", (ONE, ONE, ONE), 4, "zb-h1", "depthwise"), ("channels_last", "different modes")),
+    (
+        Case("hybrid 2x2, shares", ((3.0, 1.0), (1.0, 2.0)), 3, model="residual"),
+        ("different formats", "different modes"),
+    ),
 ]
 
 
-def executions(layers: int, way: str, rank: int, world_size: int) -> Executions:
+def execution(way: str, rank: int, world_size: int) -> Execution:
     """How a rank runs the layers of a model, among all ranks."""
-    patterns = WAYS.get(way, [(PLAIN,)])
-    everyone = [
-        tuple(pattern[layer % len(pattern)] for layer in range(layers))
-        for number in range(world_size)
-        for pattern in [patterns[number % len(patterns)]]
-    ]
-    return Executions.among(everyone[rank], everyone)
+    everyone = [WAYS[way][number % len(WAYS[way])] for number in range(world_size)]
+    return everyone[rank].among(everyone)
 
 
 def train(rank: int, world_size: int, store: Store, case: Case, way: str) -> tuple[dict[str, Tensor], list[Any], Any]:
     """What a rank holds after some steps, what it reported, and what it found on held-out data."""
     model = built(f"tests.models:{case.model}")
-    layers = len(model.chain)
     group = Group(store, rank, world_size, 30.0)
-    chosen = executions(layers, way, rank, world_size)
+    chosen = execution(way, rank, world_size)
     state = TrainState(model, case.optimizer)
-    session = Session(case.plan(layers), state, group, Classification(), FULL, chosen)
+    session = Session(case.plan(len(model.chain)), state, group, Classification(), FULL, chosen)
     reports = []
     for step in range(3):
         reports.append(session.step(RandomBatch(step), LR))
@@ -79,10 +75,8 @@ def train(rank: int, world_size: int, store: Store, case: Case, way: str) -> tup
                 assert gradient is not None
                 assert parameter.dtype == gradient.dtype == torch.float32
                 assert lies_alike(parameter, gradient), name
-    names = model.parameter_names()
-    for name, tensor in state.tensors().items():
-        if name.endswith("weight") and tensor.dim() == 4 and not tensor.is_contiguous():
-            assert names[name.split("/")[1]] in chosen.channels_last_weights, name
+    lying = [value for name, value in state.tensors().items() if name.endswith("weight") and value.dim() == 4]
+    assert all(value.is_contiguous() for value in lying) or chosen.channels_last_weights
     judged = session.evaluate([RandomBatch(step) for step in range(2)])
     whole = state_of(session)
     group.close()
@@ -99,30 +93,20 @@ def one_thread() -> Iterator[None]:
 
 
 def rounded(way: str, world_size: int) -> Callable[[Model, nn.Module, Stage, int], Callable[..., Any]]:
-    """How PyTorch itself runs a rank's layers: each in its memory format, and in 16 bits by an autocast of its own."""
+    """How PyTorch itself runs a rank's layers: in its memory format, and in 16 bits by an autocast of its own."""
 
     def as_run(model: Model, stage: nn.Module, spec: Stage, rank: int) -> Callable[..., Any]:
-        chain = model.chain
-        assert isinstance(chain, Chain)
-        chosen = executions(len(chain), way, rank, world_size)
-        own = dict(stage.named_parameters())
-        for name, layer in model.parameter_names().items():
-            if name in own and own[name].dim() == 4 and layer in chosen.channels_last_weights:
-                own[name].data = own[name].data.contiguous(memory_format=torch.channels_last)
-        parts = [(chain.slice(run.start, run.stop, stage), run.execution) for run in chosen.runs(spec.start, spec.stop)]
-        if spec.stop - spec.start == len(chain):  # a model that is not divided runs in one way
-            ((usual, _),) = Counter(chosen.layers).most_common(1)
-            parts = [(stage, usual)]
+        chosen = execution(way, rank, world_size)
+        narrow = chosen.precision == "bf16"
+        form = torch.channels_last if chosen.channels_last else torch.contiguous_format
+        for weight in stage.parameters() if chosen.channels_last_weights else ():
+            if weight.dim() == 4:
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
 
         def call(*values: Tensor) -> Any:
-            for part, execution in parts:
-                narrow = execution.precision == "bf16"
-                form = torch.channels_last if execution.channels_last else torch.contiguous_format
-                entered = [value if narrow else value.float() for value in values]
-                entered = [value.contiguous(memory_format=form) if value.dim() == 4 else value for value in entered]
-                with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-                    values = values_of(part(*entered))
-            left = tuple(value.float().contiguous() for value in values)
+            entered = [value.contiguous(memory_format=form) if value.dim() == 4 else value for value in values]
+            with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+                left = tuple(value.float().contiguous() for value in values_of(stage(*entered)))
             return left if len(left) > 1 else left[0]
 
         return call

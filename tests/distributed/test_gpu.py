@@ -140,7 +140,7 @@ class OnGpu:
 def test_layers_run_in_the_formats_that_are_chosen_for_them(pool: Pool, case: Case, way: str) -> None:
     """A pretended device can neither lay out weights in another way nor compute in 16 bits."""
     ranks = OnGpu(pool, frozenset((0, 2)))
-    test_executions.test_parameters_are_those_of_one_plain_process(ranks, case, way)  # type: ignore[arg-type]
+    test_executions.test_parameters_are_those_of_one_process(ranks, case, way)  # type: ignore[arg-type]
 
 
 def test_dropout_repeats_bit_for_bit(pool: Pool) -> None:

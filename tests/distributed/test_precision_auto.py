@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 
 from horizonml.comm.group import Group
 from horizonml.job.jobfile import parse
-from horizonml.plan.execution import Execution, to_json
-from horizonml.profiling.executions import _key, _rows, modes_for
+from horizonml.plan.execution import Execution
+from horizonml.profiling.execution import _key, _rows, modes_for
 from horizonml.profiling.kept import path_of
 from horizonml.runtime.agreement import describe_together
 from horizonml.telemetry.log import read_lines
@@ -44,9 +45,8 @@ def remember(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = path_of("executions", _key(job, model, modes_for("contiguous", "auto", model), _rows(job, 2)))
     finally:
         torch.set_num_threads(before)
-    layers = to_json((Execution(False, "bf16"),) * len(model.chain))
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"layers": layers, "seconds": [1.0, 2.0]}))
+    path.write_text(json.dumps({"execution": asdict(Execution(precision="bf16")), "seconds": [1.0, 2.0]}))
 
 
 def run(folder: Path, name: str, *settings: str) -> tuple[str, dict[str, Any], list[float]]:
@@ -67,7 +67,7 @@ def test_bf16_is_used_from_the_verdict_on_and_not_where_there_is_none(
     assert "what this costs in accuracy: layers are computed in bf16" in said
     assert "layers are computed in bf16; on a warm-up of 26 steps held-out accuracy was " in said
     assert "layers are computed in bf16; on a warm-up" in str(planning["reasons"])
-    assert "bf16" not in json.dumps(planning["problem"]["profiles"][0].get("executions", []))  # measured before it
+    assert planning["problem"]["profiles"][0]["execution"]["precision"] == "fp32"  # measured before it
 
     said, _, short = run(folder, "short", "precision=auto", "steps=19")
     assert "precision: auto: layers are computed in fp32, as a run of 19 steps is too short to try it" in said

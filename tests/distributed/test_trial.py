@@ -19,7 +19,7 @@ from horizonml.engine.session import Session
 from horizonml.errors import PeerLost
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
-from horizonml.plan.execution import PLAIN, Executions
+from horizonml.plan.execution import PLAIN
 from horizonml.plan.lossy import Setting, Tried
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.choose import best_plan
@@ -168,7 +168,7 @@ def guard_for(group: Group, rank: int, world_size: int, folder: Path, said: list
     )
     life.state = TrainState(model, own.optimizer, own.ema)
     say: Callable[[str], None] = said.append
-    return Guard(life, group, Executions.of((PLAIN,) * 9), say), life
+    return Guard(life, group, PLAIN, say), life
 
 
 def guard(rank: int, world_size: int, store: Store, folder: Path) -> list[Any]:

@@ -19,6 +19,7 @@ from horizonml.comm.group import Group
 from horizonml.job.jobfile import parse
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
+from horizonml.plan.execution import PLAIN
 from horizonml.planner.choose import choose
 from horizonml.planner.profile import Host, Network
 from horizonml.planner.strategies import problem_for
@@ -146,11 +147,11 @@ def test_a_run_that_is_faster_than_its_profile_says_has_it_measured_again(model:
         slow = replace(true, layers=(replace(true.layers[0], forward=(0.0189,)), *true.layers[1:]))
         path.write_text(json.dumps({**content, "profile": slow.to_json()}))
 
-    assert compare_with_run(model, KEY, 4, (), passes, seconds) is None
-    assert compare_with_run(model, KEY, 4, (), passes, 3 * seconds) is None, "a run on a busy machine says nothing"
+    assert compare_with_run(model, KEY, 4, PLAIN, passes, seconds) is None
+    assert compare_with_run(model, KEY, 4, PLAIN, passes, 3 * seconds) is None, "a run on a busy machine says nothing"
     for _ in range(2):
         disturb()
-        told = compare_with_run(model, KEY, 4, (), passes, seconds)
+        told = compare_with_run(model, KEY, 4, PLAIN, passes, seconds)
         assert told is not None
         assert told.startswith(
             "the layers will be measured again before the next plan: the quickest step of a run took"
@@ -161,7 +162,7 @@ def test_a_run_that_is_faster_than_its_profile_says_has_it_measured_again(model:
             "busy" in said[-1]
         )
     disturb()
-    assert compare_with_run(model, KEY, 4, (), passes, seconds) is None, "it is not measured again for ever"
+    assert compare_with_run(model, KEY, 4, PLAIN, passes, seconds) is None, "it is not measured again for ever"
 
 
 def test_the_first_product_does_not_tell_how_fast_a_device_is(monkeypatch: pytest.MonkeyPatch) -> None:

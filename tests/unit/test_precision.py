@@ -14,7 +14,7 @@ from horizonml.comm import group
 from horizonml.errors import HorizonError, JobError
 from horizonml.job.jobfile import changed, parse
 from horizonml.plan import gradients
-from horizonml.plan.execution import Execution, to_json
+from horizonml.plan.execution import Execution
 from horizonml.plan.local import Local
 from horizonml.plan.plan import FORMATS, SYNCS, Plan, Stage, Sync
 from horizonml.planner.alternatives import alternatives
@@ -298,18 +298,16 @@ def test_each_choice_has_a_sentence() -> None:
 
 
 def test_how_layers_run_has_a_sentence() -> None:
-    last = to_json([Execution(True)] * 4 + [Execution()] * 2)
-    fast = replace(profile(), executions=tuple(last), gain=1.47)
-    both = replace(profile(), executions=tuple(to_json([Execution(True, "bf16")] * 6)), gain=2.0)
+    fast = replace(profile(), execution=Execution(True), gain=1.47)
+    both = replace(profile(), execution=Execution(True, "bf16"), gain=2.0)
     assert [one.text for one in layer_reasons([fast, fast], ["pc", "box"])] == [
-        "Layers 0 to 3 run in channels_last: the rest run plain; all layers together are 1.47 times as fast as if none "
-        "ran so."
+        "All layers run in channels_last: they are 1.47 times as fast as if none ran so."
     ]
     told = list(layer_reasons([fast, both, both, profile()], ["pc", "box", "nuc", "pi"]))
     assert [(one.exact, one.told) for one in told] == [(True, Told.PLAN), (False, Told.RUN), (True, Told.IN_FULL)]
     assert told[1].text == (
-        "Layers 0 to 5 run in channels_last and bf16 on box and 1 other device: all layers together are 2.00 times as "
-        "fast as if none ran so."
+        "All layers run in channels_last and bf16 on box and 1 other device: they are 2.00 times as fast as if none "
+        "ran so."
     )
     assert told[2].text == "All layers run as PyTorch runs them by default on pi."
 
@@ -345,10 +343,10 @@ def test_for_many_devices_other_plans_are_derived_from_the_exact_one() -> None:
 
 
 def test_layers_in_fewer_bits_are_among_what_is_not_exact() -> None:
-    lossy = replace(profile(), executions=tuple(to_json([Execution(precision="bf16")] * 2 + [Execution()] * 4)))
+    lossy = replace(profile(), execution=Execution(precision="bf16"))
     problem = problem_on(Network(1e-4, 1e9), ", exact: true", own=lossy)
     told = [one.text for one in explain(Evaluator(problem), judge(problem, plain_ddp(problem)), list("abcd"))]
-    assert "Not everything is exact, because the job asks for this: 2 layers in bf16." in told
+    assert "Not everything is exact, because the job asks for this: layers in bf16." in told
 
 
 def test_ddp_as_a_baseline_is_exact_whatever_the_job_asks_for() -> None:
@@ -403,7 +401,7 @@ def test_reasons_are_written_down_and_read_with_suspicion(tmp_path: Path) -> Non
 def test_profiles_in_files_keep_what_formats_take(tmp_path: Path) -> None:
     made = profile()
     layers = tuple(replace(layer, coded={"int8": (1040, 1040), "int4": (544, 0)}) for layer in made.layers)
-    made = replace(made, layers=layers, executions=tuple(to_json([Execution(True)] * 6)), gain=1.5)
+    made = replace(made, layers=layers, execution=Execution(True), gain=1.5)
     write_profile(made, {}, tmp_path / "pi.yaml")
     assert read_profile(tmp_path / "pi.yaml", [layer.name for layer in layers]) == made
     assert Profile.from_json(json.loads(json.dumps(made.to_json()))) == made
