@@ -19,7 +19,7 @@ from horizonml.job.jobfile import changed, load, plan_values
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
 from horizonml.planner.devices import Cluster, load_cluster
-from horizonml.report.records import Run, load_run
+from horizonml.report.records import RecordedRun, load_run
 from horizonml.security.token import TOKEN, make_token
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +33,7 @@ _START_SECONDS = 240
 class Measured:
     """A run on the emulated cluster."""
 
-    run: Run
+    run: RecordedRun
     seconds: float  # of a step: the median, or with local steps the mean
     samples_per_second: float
     accuracy: float | None  # on held-out data
@@ -41,7 +41,7 @@ class Measured:
     forecast: float | None  # what the automatic plan predicted, in seconds
 
     @classmethod
-    def of(cls, run: Run, unlike: int = 0) -> Measured:
+    def of(cls, run: RecordedRun, unlike: int = 0) -> Measured:
         """From a run's records, of which the first steps are `unlike` the others."""
         steps = run.lead.steps[_WARM_UP + unlike :]
         plan = Plan.from_json(run.lead.run.plan.model_dump())

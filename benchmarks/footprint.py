@@ -36,7 +36,7 @@ from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
-from horizonml.telemetry.server import Server
+from horizonml.telemetry.server import MetricsServer
 
 CUTS, LAYERS, MICRO_BATCHES, BATCH = [4, 7, 9, 10], 14, 5, 320  # ResNet-18 in five stages
 
@@ -125,7 +125,7 @@ def scraping(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, se
     plan = Plan((Stage(0, len(model.chain), (0,), (1.0,)),))
     session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), Classification(), batch_size)
     batch, metrics = RandomBatch(batch_size, shape), Metrics(0)
-    server = Server(metrics.registry, ("127.0.0.1", 0), lambda: None)
+    server = MetricsServer(metrics.registry, ("127.0.0.1", 0), lambda: None)
     scraper = subprocess.Popen(
         [sys.executable, "-c", SCRAPER, f"http://127.0.0.1:{server.port}/metrics"], stdin=subprocess.PIPE, text=True
     )

@@ -38,7 +38,7 @@ from horizonml.planner.problem import Problem
 from horizonml.planner.search import candidates, data_parallel, equal_split
 from horizonml.planner.subset import fastest_alone
 from horizonml.report.charts import draw_ranking, save
-from horizonml.report.records import Run, load_run
+from horizonml.report.records import RecordedRun, load_run
 from horizonml.report.run_plots import draw_timeline, legend, recorded_step
 from horizonml.runtime.agreement import describe_problem, describe_together
 from horizonml.telemetry.record import StepRecord
@@ -259,7 +259,7 @@ def _interleave(trial: Trial, plans: dict[str, Plan], rounds: int, alone: Candid
             trial.run(f"device {device} alone", job, alone.prediction.seconds, device)
 
 
-def draw(rows: Sequence[Row], run: Run, links: Sequence[str], job: Job, path: Path) -> None:
+def draw(rows: Sequence[Row], run: RecordedRun, links: Sequence[str], job: Job, path: Path) -> None:
     """Draw how long a step takes in each way, and a recorded step of the automatic plan's run."""
     number = recorded_step(run)
     if number is None:
@@ -279,7 +279,7 @@ def draw(rows: Sequence[Row], run: Run, links: Sequence[str], job: Job, path: Pa
     save(figure, path)
 
 
-def device_labels(run: Run, links: Sequence[str]) -> list[str]:
+def device_labels(run: RecordedRun, links: Sequence[str]) -> list[str]:
     """What each device does and is, for those of a run in their order."""
     labels = []
     for rank in run.ranks:

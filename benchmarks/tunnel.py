@@ -84,7 +84,7 @@ def measure(rank: int, hosts: list[str], wanted: Arguments) -> dict[str, Any]:
     from torch.distributed import PrefixStore, TCPStore
 
     from horizonml.comm.group import Group
-    from horizonml.comm.tunnel.client import Links, Peer, Tunnel
+    from horizonml.comm.tunnel.client import Links, Tunnel, TunnelPeer
     from horizonml.security.token import find_token
 
     torch.set_num_threads(1)
@@ -96,7 +96,7 @@ def measure(rank: int, hosts: list[str], wanted: Arguments) -> dict[str, Any]:
         links, began = None, time.perf_counter()
         if number:
             tunnels[way] = Tunnel(token, hosts[rank], _LINK_PORT + number, encrypt=way.endswith("TLS"))
-            links = Links([Peer(host, host, _LINK_PORT + number) for host in hosts], tunnels[way])
+            links = Links([TunnelPeer(host, host, _LINK_PORT + number) for host in hosts], tunnels[way])
         found["setup"][way] = time.perf_counter() - began
         store.set(f"{way}/{rank}", "")
         store.wait([f"{way}/{other}" for other in range(2)])

@@ -16,8 +16,8 @@ from horizonml.text import count, escaped
 
 if TYPE_CHECKING:
     from horizonml.job.schema import Job
-    from horizonml.kube.api import Cluster
-    from horizonml.kube.render import Settings
+    from horizonml.kube.api import KubeCluster
+    from horizonml.kube.render import ManifestSettings
 if TYPE_CHECKING:
     from horizonml.kube.status import RankStatus
 
@@ -101,9 +101,9 @@ def submit(
     extra = [f"parallel.workers={workers}"] if workers is not None else []
     job = load(job_file, [*(overrides or []), *extra])
     _check_quantities({"--cpu": cpu, "--memory": memory})
-    from horizonml.kube.render import Settings
+    from horizonml.kube.render import ManifestSettings
 
-    settings = Settings(namespace, job.parallel.world_size(), image, cpu, memory, storage_class)
+    settings = ManifestSettings(namespace, job.parallel.world_size(), image, cpu, memory, storage_class)
     cluster = _connect(namespace, context)
     _apply(cluster, job, settings)
     print(f"\nwatch it: horizonml cluster top{_suffix(namespace, context)}")
@@ -243,12 +243,12 @@ def delete(
         print(f"kept: {', '.join(kept)} (checkpoints; --data deletes them)")
 
 
-def _connect(namespace: str, context: str | None) -> Cluster:
+def _connect(namespace: str, context: str | None) -> KubeCluster:
     """Return the cluster of a context. Raises ClusterError, MissingPackage."""
     require("kubernetes", "`horizonml cluster`")
-    from horizonml.kube.api import Cluster
+    from horizonml.kube.api import KubeCluster
 
-    return Cluster(namespace, context)
+    return KubeCluster(namespace, context)
 
 
 def _check_quantities(options: dict[str, str | None]) -> None:
@@ -260,7 +260,7 @@ def _check_quantities(options: dict[str, str | None]) -> None:
             raise JobError(f"{name}: {text!r} is not an amount; write 400m or 2 for cores, 512Mi or 1Gi for memory")
 
 
-def _apply(cluster: Cluster, job: Job, settings: Settings) -> None:
+def _apply(cluster: KubeCluster, job: Job, settings: ManifestSettings) -> None:
     """Submit a job, and restart the workers if it has changed. Raises ClusterError."""
     from horizonml.kube.render import render, version
     from horizonml.security.token import make_token
@@ -277,7 +277,7 @@ def _apply(cluster: Cluster, job: Job, settings: Settings) -> None:
         print(f"note: the workers' image must contain the code of {job.model.name}, and its folder be on PYTHONPATH")
 
 
-def _wait(cluster: Cluster) -> None:
+def _wait(cluster: KubeCluster) -> None:
     """Return when all ranks are complete. Raises ClusterError if something stays wrong."""
     import time
 

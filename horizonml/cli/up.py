@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from horizonml.machine.signals import StopRequest
     from horizonml.machine.yielding import Courtesy
     from horizonml.rendezvous.discovery.finding import ServiceAddress
-    from horizonml.rendezvous.discovery.records import Found
+    from horizonml.rendezvous.discovery.records import FoundService
     from horizonml.runtime.lobby.join import Joiner
     from horizonml.runtime.lobby.up import Up
     from horizonml.security.token import Token
@@ -75,13 +75,13 @@ def up(
         RunOutcome,
     )
     from horizonml.runtime.command import insecure as accepted
-    from horizonml.runtime.lobby.up import Settings, Up
+    from horizonml.runtime.lobby.up import Up, UpSettings
 
     job = load_job(job_file, overrides)
     token = None if insecure or accepted() else _token()
     if token is None:
         print("warning: there is no token, so any stranger who reaches this device can take part", file=sys.stderr)
-    settings = Settings(job, token, workers, name, host, port, train, share_data, fresh, page and token is not None)
+    settings = UpSettings(job, token, workers, name, host, port, train, share_data, fresh, page and token is not None)
     run = Up(settings)
     with _page(run, job, token, page_port) if page else nullcontext():
         outcome = run.run()
@@ -268,7 +268,7 @@ def _refuse_without_token() -> None:
     )
 
 
-def _choose(found: Sequence[Found], stop: StopRequest) -> Found | None:
+def _choose(found: Sequence[FoundService], stop: StopRequest) -> FoundService | None:
     """Let the person at the terminal choose among runs, if there is one."""
     from horizonml.rendezvous.discovery.finding import words
     from horizonml.runtime.lobby import terminal

@@ -23,7 +23,6 @@ from horizonml.comm.connect import Connections
 from horizonml.comm.expected import Reader, anything, fields, instance, optional, plain, text
 from horizonml.comm.tunnel.client import Links
 from horizonml.comm.work import (
-    Chain,
     Collective,
     Done,
     FromItself,
@@ -31,6 +30,7 @@ from horizonml.comm.work import (
     Moves,
     Naming,
     Recording,
+    SumChain,
     Work,
 )
 from horizonml.errors import HorizonError, PeerLost, of_kind
@@ -217,7 +217,7 @@ class Group:
 
     def follow(self, future: Any) -> Work:
         """Return the work that a future stands for, of sums that were begun on a process group of `among`."""
-        return Chain(future, self._over)
+        return SumChain(future, self._over)
 
     def all_gather(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
         """Return the tensors of `ranks`, all of one shape, in their order. All of them must make the same calls."""

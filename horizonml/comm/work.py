@@ -62,7 +62,7 @@ class Collective:
                     raise PeerLost("the group was broken off") from None
 
 
-class Chain:
+class SumChain:
     """Stands for sums that follow one another by themselves; the last one's future is waited for like a `Collective`.
 
     A future of PyTorch's cannot be waited for with a time limit.

@@ -140,7 +140,7 @@ class FolderSource:
             raise DataError(f"data.folder: {path} is not a readable image: {error}; repair or remove it") from error
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """Provides images and labels by index, counted from 0."""
 
     def __len__(self) -> int: ...

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from horizonml.data.dataset import Data, DataInfo, Inputs
-from horizonml.data.files import ArraySource, FolderSource, FolderSplits, Source, load_torchvision
+from horizonml.data.files import ArraySource, FolderSource, FolderSplits, ImageSource, load_torchvision
 from horizonml.data.holdout import SPLIT_SEED, divide, hold_out, in_order, subset
 from horizonml.data.pictures import PHOTO_MEAN, PHOTO_SIZE, PHOTO_STD
 from horizonml.data.seeds import name_seed
@@ -93,7 +93,7 @@ def _info(classes: int, shape: tuple[int, int, int], train: int, held_out: int) 
 class ImageSplit:
     """Provides training or held-out images with their labels by index, counted from 0."""
 
-    def __init__(self, source: Source, members: Tensor, info: DataInfo, spec: DataSpec) -> None:
+    def __init__(self, source: ImageSource, members: Tensor, info: DataInfo, spec: DataSpec) -> None:
         """Prepare the split; `members` are the indices of its samples in `source`."""
         self._source, self._members, self._info = source, members, info
         self._known, self._augment = _KNOWN[spec.name], spec.augment
@@ -160,17 +160,17 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targe
 class _Part:
     """Holds the samples of a source that belong to a split."""
 
-    source: Source
+    source: ImageSource
     members: Tensor
 
 
 def _read(spec: DataSpec, info: DataInfo, cache: Path) -> tuple[_Part, _Part]:
     """Return the sources of the training and the held-out samples."""
-    own_test: Source | None
+    own_test: ImageSource | None
     if spec.name == "synthetic":
         train, test = _synthetic(info, "train"), _synthetic(info, "held out")
         return _Part(train, torch.arange(info.train)), _Part(test, torch.arange(info.held_out))
-    source: Source
+    source: ImageSource
     if spec.name == "digits":
         source, own_test = _digits(), None
     elif spec.name == "folder":

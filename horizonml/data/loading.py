@@ -14,7 +14,7 @@ from typing import overload
 from torch import Tensor
 
 from horizonml.data.dataset import Batch, DataBatch, DataInfo, Inputs, Rows, Tree, WholeSamples
-from horizonml.data.needs import Needs, sample_bytes
+from horizonml.data.needs import NeededRows, sample_bytes
 from horizonml.data.own import OwnSplit
 from horizonml.data.samples import join, rows_of
 from horizonml.data.workers import Known, Pending, Workers
@@ -109,7 +109,7 @@ class Ahead(Sequence[Batch]):
         self,
         batches: Callable[[int], DataBatch],
         numbers: range,
-        needs: Callable[[int], Needs],
+        needs: Callable[[int], NeededRows],
         workers: Workers,
         info: DataInfo,
         prefetch: int,

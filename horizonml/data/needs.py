@@ -16,7 +16,7 @@ _UNKNOWN_BYTES = 64  # of a target, where the description of the data does not t
 
 
 @dataclass(frozen=True)
-class Needs:
+class NeededRows:
     """Says which rows of a batch a rank asks for, as ranges of `start` to `stop - 1`."""
 
     inputs: Sequence[Range] = ()

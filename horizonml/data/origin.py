@@ -40,7 +40,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of this machine's di
 
 
 @dataclass(frozen=True)
-class Shard:
+class StreamShard:
     """Describes a shard: its name beside the index, the number of its samples, and its checksum if that is known."""
 
     name: str
@@ -52,8 +52,8 @@ class Shard:
 class Index:
     """Describes all shards of a data set."""
 
-    train: tuple[Shard, ...]
-    held_out: tuple[Shard, ...]
+    train: tuple[StreamShard, ...]
+    held_out: tuple[StreamShard, ...]
     classes: Any = None  # a list of names, or a number
 
 
@@ -112,7 +112,7 @@ class Origin:
             into.unlink(missing_ok=True)
             raise
 
-    def fetch(self, shard: Shard, into: Path, patient: bool = True, most: int = _MOST_SHARD) -> None:
+    def fetch(self, shard: StreamShard, into: Path, patient: bool = True, most: int = _MOST_SHARD) -> None:
         """Copy a shard of at most so many bytes into a file; unless `patient`, with a single attempt.
 
         Raises DataError.
@@ -232,12 +232,12 @@ def _parse(content: bytes, place: str) -> Index:
         raise DataError(f"data.path: {place}/{INDEX} is no index of shards: {reason(str(error))}") from error
 
 
-def _shard(entry: Mapping[str, Any]) -> Shard:
+def _shard(entry: Mapping[str, Any]) -> StreamShard:
     name, samples = entry.get("name", entry.get("url")), entry.get("samples", entry.get("nsamples"))
     checksum = entry.get("sha256")
     if isinstance(samples, float):
         raise ValueError(f"{samples} is not a number of samples")
-    return Shard(safe_name(name), int(str(samples)), None if checksum is None else str(checksum))
+    return StreamShard(safe_name(name), int(str(samples)), None if checksum is None else str(checksum))
 
 
 def _is_name(value: object) -> bool:

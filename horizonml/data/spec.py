@@ -13,7 +13,7 @@ from horizonml.text import nearest
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Describes where samples come from, for everything that must know it: a new source is a row of `SOURCES`."""
 
     module: str  # has `describe` and `load`, as `horizonml.data.choose.Reader` defines them
@@ -25,18 +25,20 @@ class Source:
 
 
 SOURCES = {
-    "digits": Source("horizonml.data.images", "images"),
-    "cifar10": Source("horizonml.data.images", "images"),
-    "svhn": Source("horizonml.data.images", "images"),
-    "mnist": Source("horizonml.data.images", "images"),
-    "folder": Source("horizonml.data.images", "images", "folder", needs_place=True, decodes=True),
-    "synthetic": Source("horizonml.data.images", "images"),
-    "table": Source("horizonml.data.table", "columns", "path", needs_place=True, package="pyarrow"),
-    "huggingface": Source("horizonml.data.hub", "columns", "path", needs_place=True, decodes=True, package="datasets"),
-    "stream": Source("horizonml.data.stream", "columns", "path", needs_place=True, decodes=True),
-    "text": Source("horizonml.data.text", "text", "path"),
+    "digits": DataSource("horizonml.data.images", "images"),
+    "cifar10": DataSource("horizonml.data.images", "images"),
+    "svhn": DataSource("horizonml.data.images", "images"),
+    "mnist": DataSource("horizonml.data.images", "images"),
+    "folder": DataSource("horizonml.data.images", "images", "folder", needs_place=True, decodes=True),
+    "synthetic": DataSource("horizonml.data.images", "images"),
+    "table": DataSource("horizonml.data.table", "columns", "path", needs_place=True, package="pyarrow"),
+    "huggingface": DataSource(
+        "horizonml.data.hub", "columns", "path", needs_place=True, decodes=True, package="datasets"
+    ),
+    "stream": DataSource("horizonml.data.stream", "columns", "path", needs_place=True, decodes=True),
+    "text": DataSource("horizonml.data.text", "text", "path"),
 }
-_OWN = Source("horizonml.data.own", "own", decodes=True)
+_OWN = DataSource("horizonml.data.own", "own", decodes=True)
 
 
 class DataSpec(Spec):
@@ -178,7 +180,7 @@ class DataSpec(Spec):
         return self
 
     @property
-    def source(self) -> Source:
+    def source(self) -> DataSource:
         """Return the row of the source that `name` names."""
         return SOURCES.get(self.name, _OWN)
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from horizonml.data import own
 from horizonml.data.dataset import Data, DataInfo
-from horizonml.data.origin import INDEX, Index, Origin, Shard, checksum
+from horizonml.data.origin import INDEX, Index, Origin, StreamShard, checksum
 from horizonml.data.own import Opened
 from horizonml.data.pictures import PHOTO_SIZE, photo_of, read_picture
 from horizonml.data.samples import tree_of
@@ -98,7 +98,7 @@ class Cache:
         self._ahead = ThreadPoolExecutor(2, "fetch") if origin.folder is None else None
         self._expected: set[str] = set()
 
-    def read(self, shard: Shard, sample: int, extensions: Sequence[str]) -> dict[str, bytes]:
+    def read(self, shard: StreamShard, sample: int, extensions: Sequence[str]) -> dict[str, bytes]:
         """Return the files with these extensions of a sample, counted from 0 in its shard. Raises DataError."""
         while True:
             path = self._get(shard)
@@ -110,7 +110,9 @@ class Cache:
                 if self._origin.folder is not None:
                     raise DataError(f"data.path: {path} is gone") from None
 
-    def _part(self, file: Any, table: Sequence[Mapping[str, Place]], shard: Shard, sample: int, name: str) -> bytes:
+    def _part(
+        self, file: Any, table: Sequence[Mapping[str, Place]], shard: StreamShard, sample: int, name: str
+    ) -> bytes:
         if sample >= len(table) or name not in table[sample]:
             has = f"has the files {', '.join(table[sample])}" if sample < len(table) else "is not there"
             raise DataError(f"{shard.name}: sample {sample} of it {has}, but {name!r} is needed")
@@ -119,7 +121,7 @@ class Cache:
         content: bytes = file.read(size)
         return content
 
-    def _table(self, shard: Shard, path: Path) -> list[Mapping[str, Place]]:
+    def _table(self, shard: StreamShard, path: Path) -> list[Mapping[str, Place]]:
         with self._lock:
             if shard.name in self._tables:
                 self._tables.move_to_end(shard.name)
@@ -131,7 +133,7 @@ class Cache:
                 self._tables.popitem(last=False)
         return table
 
-    def _get(self, shard: Shard, patient: bool = True) -> Path:
+    def _get(self, shard: StreamShard, patient: bool = True) -> Path:
         """Return the file of a shard, fetched if it is not there. Raises DataError."""
         if self._origin.folder is not None:
             return self._origin.folder / shard.name
@@ -175,7 +177,7 @@ class Cache:
                 f"data.disk: {human_bytes(self._limit)} cannot hold {newest.name} of {human_bytes(total)}; raise it"
             )
 
-    def expect(self, shards: Sequence[Shard]) -> None:
+    def expect(self, shards: Sequence[StreamShard]) -> None:
         """Begin to fetch shards that are needed soon."""
         if self._ahead is None:
             return
@@ -185,7 +187,7 @@ class Cache:
         for shard in new:
             self._ahead.submit(self._fetch_quietly, shard)
 
-    def _fetch_quietly(self, shard: Shard) -> None:
+    def _fetch_quietly(self, shard: StreamShard) -> None:
         """Fetch a shard; a problem with it is told to the one who needs it, who tries again."""
         with suppress(HorizonError):
             self._get(shard, patient=False)
@@ -229,7 +231,7 @@ def _index(spec: DataSpec) -> Index:
     if index is None:
         assert origin.folder is not None
         files = sorted(origin.folder.glob("*.tar"))
-        index = Index(tuple(Shard(file.name, len(table_of(file))) for file in files), ())
+        index = Index(tuple(StreamShard(file.name, len(table_of(file))) for file in files), ())
     if not index.held_out:
         count = max(1, round(len(index.train) * spec.holdout))
         index = replace(index, train=index.train[:-count], held_out=index.train[-count:])
@@ -244,7 +246,7 @@ def _index(spec: DataSpec) -> Index:
 class Samples:
     """Provides the samples of some shards by index."""
 
-    def __init__(self, shards: Sequence[Shard], cache: Cache, spec: DataSpec, classes: Any) -> None:
+    def __init__(self, shards: Sequence[StreamShard], cache: Cache, spec: DataSpec, classes: Any) -> None:
         """Count the samples."""
         self._shards, self._cache, self._spec, self.classes = shards, cache, spec, classes
         self._stops = list(accumulate(shard.samples for shard in shards))

@@ -140,7 +140,7 @@ class Totals:
 WAYS: tuple[Way, ...] = ("previous", "next", "members")
 
 
-class Told(NamedTuple):
+class StepSums(NamedTuple):
     """What a rank tells the others of the steps that it has not told them of yet: sums over these `steps`."""
 
     wall: float = 0.0
@@ -158,16 +158,16 @@ class Told(NamedTuple):
     steps: float = 0.0
 
     @classmethod
-    def of(cls, step: Step, cpu_seconds: float, rss_bytes: float) -> Told:
+    def of(cls, step: StepResult, cpu_seconds: float, rss_bytes: float) -> StepSums:
         """Return what a rank tells of a step, in which its process has used so much of a processor and of memory."""
         moved = [step.traffic[way][place] for place in (0, 1) for way in WAYS]
         return cls(step.wall, step.compute, step.transfer, step.wait, cpu_seconds, rss_bytes, *moved)._replace(
             steps=1.0
         )
 
-    def plus(self, other: Told) -> Told:
+    def plus(self, other: StepSums) -> StepSums:
         """Return what both tell together."""
-        sums = Told(*(one + more for one, more in zip(self, other, strict=True)))
+        sums = StepSums(*(one + more for one, more in zip(self, other, strict=True)))
         return sums._replace(rss_bytes=max(self.rss_bytes, other.rss_bytes))
 
     @property
@@ -177,7 +177,7 @@ class Told(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """Describes one training step as this rank saw it; its times are in seconds and add up to `wall`."""
 
     totals: Totals
@@ -193,7 +193,7 @@ class Step:
     load: float = 0.0  # seconds of `wait` or `compute` that went into getting the data; see `Clock`
     gradient_norm: float | None = None  # over all stages, before clipping; None if gradients are not clipped
     local_steps: int | None = None  # updates that this rank's replica made by itself; None without local steps
-    told: tuple[Told, ...] = ()  # what every rank has told since the step before; empty for a rank alone
+    told: tuple[StepSums, ...] = ()  # what every rank has told since the step before; empty for a rank alone
 
     @property
     def bytes_sent(self) -> int:

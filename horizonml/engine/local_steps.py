@@ -26,10 +26,10 @@ from torch import Tensor
 from horizonml.comm.expected import boolean
 from horizonml.comm.group import Group
 from horizonml.data.dataset import BatchOfWorkers, Inputs, Tree
-from horizonml.data.needs import Needs
+from horizonml.data.needs import NeededRows
 from horizonml.data.samples import join
 from horizonml.data.seeds import name_seed
-from horizonml.engine.clock import WAYS, Step, Totals
+from horizonml.engine.clock import WAYS, StepResult, Totals
 from horizonml.engine.fragment import Fragment, fragments_of
 from horizonml.engine.session import Session, Trainer
 from horizonml.engine.sync.base import Members
@@ -101,7 +101,7 @@ class LocalSession(Trainer):
         self._fragments: list[list[Fragment]] = []  # by number, those of this rank's stages; once training begins
         self._flying: int | None = None  # the fragment whose sum is under way
         self._synced = self._base = state.step
-        self._waiting: list[Part] = []  # rows that are to be a part of the next local step
+        self._waiting: list[BatchRows] = []  # rows that are to be a part of the next local step
         self._pending = [0] * len(shares)  # how many rows wait on each replica
         self._found, self._samples = self._totals.found({}), 0
         self._sent = 0  # bytes, in the step under way
@@ -140,7 +140,7 @@ class LocalSession(Trainer):
         newcomers: bool = False,
         look: bool = False,
         full: bool = False,
-    ) -> Step:
+    ) -> StepResult:
         """Train on this replica's rows of a global batch, and synchronise if it is time; see `Session.step`.
 
         The totals are those of all replicas since the last synchronisation in a step that ends with one, and this
@@ -173,7 +173,7 @@ class LocalSession(Trainer):
         """Return whether a synchronisation leaves replicas with parameters of their own."""
         return self._local.fragments > 1 or self._local.delay > 0
 
-    def _train(self, batch: Batch, learning_rate: float, full: bool) -> list[Step]:
+    def _train(self, batch: Batch, learning_rate: float, full: bool) -> list[StepResult]:
         """Take the local steps that are due with a global batch; before a `full` synchronisation, at least one."""
         parts, number = self.plan.stages[0].parts(batch.size), self.state.step
         updates = [self._local.updates(share, number - self._base) for share in self._shares]
@@ -183,10 +183,10 @@ class LocalSession(Trainer):
         self._pending = [before - done for before, done in zip(waiting, trained, strict=True)]
         for fragment in itertools.chain(*self._fragments):
             fragment.count(trained)
-        self._waiting.append(Part(batch, *parts[self._place]))
+        self._waiting.append(BatchRows(batch, *parts[self._place]))
         if not updates[self._place]:
             return []
-        rows, self._waiting = Rows(self._waiting), []
+        rows, self._waiting = JoinedBatch(self._waiting), []
         steps = []
         for place, piece in enumerate(rows.split(updates[self._place])):
             self.state.step = number
@@ -255,10 +255,10 @@ class LocalSession(Trainer):
         who = f" (the parameters or the loss of rank {rank} are not)" if rank is not None else ""
         raise Diverged(f"step {step}: the outer gradient is not finite{who}. {_SYNCED.format(step=self._synced)}")
 
-    def _merged(self, steps: Sequence[Step], totals: Totals | None) -> Step:
+    def _merged(self, steps: Sequence[StepResult], totals: Totals | None) -> StepResult:
         """Return what this rank saw of a global step: its local steps, and the synchronisation if there was one."""
         wall, spent = self.clock.finish(), self.clock.totals
-        tail = Step(
+        tail = StepResult(
             totals or self._last or self._totals.nothing(),
             wall,
             compute=spent["compute"],
@@ -281,22 +281,24 @@ class LocalSession(Trainer):
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Totals:
         """Return the loss and the metrics on held-out batches, which the replicas divide among them; see `Session`."""
-        own = (Rows([Part(batch, *self.plan.stages[0].parts(batch.size)[self._place])]) for batch in batches)
+        own = (
+            JoinedBatch([BatchRows(batch, *self.plan.stages[0].parts(batch.size)[self._place])]) for batch in batches
+        )
         found, samples = self._inner.judge(rows for rows in own if rows.size)
         totals = self._totals.agree(found, samples, None)
         check_held_out(self.group, self.state.step, totals.loss, float(found[0]))
         return totals
 
-    def needs(self, size: int, training: bool) -> Needs:
+    def needs(self, size: int, training: bool) -> NeededRows:
         """See `Session.needs`."""
         first, end = self.plan.stages[0].parts(size)[self._place]
         if first == end:
-            return Needs()
+            return NeededRows()
         found = self._inner.needs(end - first, training)
         inputs, targets = (
             [(first + low, first + high) for low, high in rows] for rows in (found.inputs, found.targets)
         )
-        return Needs(inputs, targets)
+        return NeededRows(inputs, targets)
 
     def try_smallest(self, size: int) -> str | None:
         """See `Session.try_smallest`."""
@@ -327,11 +329,11 @@ def _said_of_replicas(synced: int) -> Iterator[None]:
         raise Diverged(str(error).replace(UNCHANGED, _SYNCED.format(step=synced))) from None
 
 
-def merged(steps: Sequence[Step], tail: Step) -> Step:
+def merged(steps: Sequence[StepResult], tail: StepResult) -> StepResult:
     """Return local steps, and what came after them, as one step, with the totals and the divergence of the latter."""
     every = [*steps, tail]
     norms = [step.gradient_norm for step in steps if step.gradient_norm is not None]
-    return Step(
+    return StepResult(
         tail.totals,
         wall=sum(step.wall for step in every),
         compute=sum(step.compute for step in every),
@@ -353,7 +355,7 @@ def merged(steps: Sequence[Step], tail: Step) -> Step:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchRows:
     """Describes rows `start` to `stop - 1` of a batch."""
 
     batch: Batch
@@ -366,10 +368,10 @@ class Part:
         return self.stop - self.start
 
 
-class Rows:
+class JoinedBatch:
     """Implements `Batch` for parts of other batches, one after another."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[BatchRows]) -> None:
         self._parts = [part for part in parts if part.size]
 
     @property
@@ -394,7 +396,7 @@ class Rows:
         """Return the targets of rows `start` to `stop - 1`."""
         return join(self._collect(start, stop, lambda part, first, end: part.batch.targets(first, end)))
 
-    def _collect(self, start: int, stop: int, read: Callable[[Part, int, int], Tree]) -> list[Tree]:
+    def _collect(self, start: int, stop: int, read: Callable[[BatchRows, int, int], Tree]) -> list[Tree]:
         found, before = [], 0
         for part in self._parts:
             first, end = max(start - before, 0), min(stop - before, part.size)
@@ -403,16 +405,16 @@ class Rows:
             before += part.size
         return found
 
-    def split(self, pieces: int) -> list[Rows]:
+    def split(self, pieces: int) -> list[JoinedBatch]:
         """Return the rows in so many pieces of about the same size, without those that would be empty."""
         edges = [self.size * number // pieces for number in range(pieces + 1)]
         return [self._between(first, end) for first, end in pairwise(edges) if first < end]
 
-    def _between(self, start: int, stop: int) -> Rows:
+    def _between(self, start: int, stop: int) -> JoinedBatch:
         parts, before = [], 0
         for part in self._parts:
             first, end = max(start - before, 0), min(stop - before, part.size)
             if first < end:
-                parts.append(Part(part.batch, part.start + first, part.start + end))
+                parts.append(BatchRows(part.batch, part.start + first, part.start + end))
             before += part.size
-        return Rows(parts)
+        return JoinedBatch(parts)

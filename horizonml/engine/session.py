@@ -18,8 +18,8 @@ from torch import Tensor
 from horizonml.comm.expected import items, mapping, text
 from horizonml.comm.group import Group
 from horizonml.comm.work import Messages, Recording
-from horizonml.data.needs import Needs
-from horizonml.engine.clock import WAYS, Clock, Step, Totals, Way
+from horizonml.data.needs import NeededRows
+from horizonml.engine.clock import WAYS, Clock, StepResult, Totals, Way
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
 from horizonml.engine.staging import Staging, staging_for
 from horizonml.engine.sync.base import is_looked_at
@@ -103,9 +103,9 @@ class Trainer(Protocol):
         newcomers: bool = False,
         look: bool = False,
         full: bool = False,
-    ) -> Step: ...
+    ) -> StepResult: ...
     def evaluate(self, batches: Sequence[Batch]) -> Totals: ...
-    def needs(self, size: int, training: bool) -> Needs: ...
+    def needs(self, size: int, training: bool) -> NeededRows: ...
     def try_smallest(self, size: int) -> str | None: ...
     def close(self) -> None: ...
 
@@ -192,7 +192,7 @@ class Session(Trainer):
         newcomers: bool = False,
         look: bool = False,
         full: bool = False,
-    ) -> Step:
+    ) -> StepResult:
         """Train on one global batch and update the parameters.
 
         The step adds one to `state.step`, which also seeds dropout. `stop` says that this rank wants to end after this
@@ -294,7 +294,7 @@ class Session(Trainer):
 
     def _step(
         self, batch: Batch, learning_rate: float, measure_divergence: bool, stop: bool, newcomers: bool, look: bool
-    ) -> Step:
+    ) -> StepResult:
         self.clock.restart()
         self._cpu = cpu_seconds()
         self._totals.post()
@@ -344,7 +344,7 @@ class Session(Trainer):
             self._cuts[size] = {number: stage.cut(size, self._batch_size) for number, stage in self.stages.items()}
         return self._cuts[size]
 
-    def needs(self, size: int, training: bool) -> Needs:
+    def needs(self, size: int, training: bool) -> NeededRows:
         """Return which rows of a batch of `size` this rank will ask for."""
         cuts = self._cut(size)
         inputs, targets = (
@@ -352,7 +352,7 @@ class Session(Trainer):
             for number in (0, len(self.plan.stages) - 1)
         )
         counts = training and bool(targets) and self.task.units_per_sample is None
-        return Needs(inputs, [(0, size), *targets] if counts else targets)
+        return NeededRows(inputs, [(0, size), *targets] if counts else targets)
 
     @staticmethod
     def _with_rows(actions: Sequence[Action], runs: dict[int, StageStep]) -> list[Action]:
@@ -373,7 +373,7 @@ class Session(Trainer):
         for stage in self.stages.values():
             stage.commit()
 
-    def _report(self, totals: Totals, divergences: Sequence[float | None], norm: float | None) -> Step:
+    def _report(self, totals: Totals, divergences: Sequence[float | None], norm: float | None) -> StepResult:
         """Return the step as this rank saw it, and tell the others of it."""
         wall = self.clock.finish()
         traffic: dict[Way, tuple[int, int]] = dict.fromkeys(WAYS, (0, 0))
@@ -381,7 +381,7 @@ class Session(Trainer):
             for way, (sent, received) in stage.traffic().items():
                 traffic[way] = traffic[way][0] + sent, traffic[way][1] + received
         first, spent = self.stages.get(0), self.clock.totals
-        step = Step(
+        step = StepResult(
             totals,
             wall,
             compute=spent["compute"],

@@ -165,7 +165,7 @@ class _Sum:
         self._under_way = None
 
 
-class Copy(Protocol):
+class HostCopy(Protocol):
     """Stands for a copy to the host that is under way."""
 
     host: Tensor
@@ -182,10 +182,10 @@ class Overlapping(Copying, ABC):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._queue: deque[tuple[Copy, Callable[[Tensor], None]]] = deque()
+        self._queue: deque[tuple[HostCopy, Callable[[Tensor], None]]] = deque()
 
     @abstractmethod
-    def _begin_copy(self, tensor: Tensor) -> Copy:
+    def _begin_copy(self, tensor: Tensor) -> HostCopy:
         """Begin to copy a tensor of the device to the host."""
 
     def send(self, tensor: Tensor, begin: Callable[[Tensor], None]) -> None:
@@ -231,7 +231,7 @@ _SECONDS = 10.0  # for which the device's clock and that of the process are take
 
 
 class _Copy:
-    """Implements `Copy`."""
+    """Implements `HostCopy`."""
 
     def __init__(self, host: Tensor, source: Tensor, event: Any) -> None:
         self.host, self._source, self._event = host, source, event

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from horizonml.comm.expected import boolean, fields, items, text, whole
 from horizonml.comm.group import Group, TreeSum
 from horizonml.comm.work import Work
-from horizonml.engine.clock import Clock, Step, Told, Totals
+from horizonml.engine.clock import Clock, StepResult, StepSums, Totals
 from horizonml.engine.stage import StageRuntime, StageStep, as_sent, is_none
 from horizonml.engine.staging import Staging
 from horizonml.engine.sync.base import APART, is_looked_at, projections
@@ -337,29 +337,29 @@ class TotalsSum:
         self._task, self._stages, self._last = task, stages, last
         self._rank, self._ranks, self._turn = group.rank, group.world_size, 0
         self._room = min(group.world_size, _MOST_TELL) if group.world_size > 1 else 0
-        self._own, self._heard = Told(), self._nothing_heard()
+        self._own, self._heard = StepSums(), self._nothing_heard()
         self._size = 3 + _FLAGS + len(task.metrics)
-        size, tag = self._size + self._room * len(Told()), group.channel("totals").tag()
+        size, tag = self._size + self._room * len(StepSums()), group.channel("totals").tag()
         self._sum = TreeSum(group, range(group.world_size), tag, torch.zeros(size, dtype=torch.float64))
 
     def post(self) -> None:
         """Post the receives of the next sum."""
         self._sum.post()
 
-    def tell(self, step: Step, cpu_before: float) -> None:
+    def tell(self, step: StepResult, cpu_before: float) -> None:
         """Tell the others of a step in the next agreement in which it is this rank's turn.
 
         `cpu_before` is `cpu_seconds()` as it was when the step began.
         """
-        self._own = self._own.plus(Told.of(step, cpu_seconds() - cpu_before, rss_bytes()))
+        self._own = self._own.plus(StepSums.of(step, cpu_seconds() - cpu_before, rss_bytes()))
 
-    def heard(self) -> tuple[Told, ...]:
+    def heard(self) -> tuple[StepSums, ...]:
         """Return what the ranks have told since the last call; nothing if there are no others."""
         found, self._heard = self._heard, self._nothing_heard()
         return found
 
-    def _nothing_heard(self) -> tuple[Told, ...]:
-        return (Told(),) * self._ranks if self._room else ()
+    def _nothing_heard(self) -> tuple[StepSums, ...]:
+        return (StepSums(),) * self._ranks if self._room else ()
 
     def found(self, runs: Mapping[int, StageStep]) -> Tensor:
         """Return this rank's part of a batch's sums: its loss, its units, and each metric; float64."""
@@ -389,14 +389,14 @@ class TotalsSum:
         behind = following is not None and following.behind
         hurry = following is not None and following.hurry
         flags = [float(flag) for flag in (samples, stop, newcomers, not finite, behind, hurry, look)]
-        board = torch.zeros(self._room, len(Told()), dtype=torch.float64)
+        board = torch.zeros(self._room, len(StepSums()), dtype=torch.float64)
         first = self._turn * self._room
         if first <= self._rank < first + self._room:
             board[self._rank - first] = torch.tensor(self._own, dtype=torch.float64)
-            self._own = Told()
+            self._own = StepSums()
         summed = self._sum.sum(torch.cat([torch.tensor(flags, dtype=torch.float64), found, board.flatten()]))
-        told = dict(enumerate((Told(*row) for row in summed[self._size :].view_as(board).tolist()), first))
-        self._heard = tuple(one.plus(told.get(rank, Told())) for rank, one in enumerate(self._heard))
+        told = dict(enumerate((StepSums(*row) for row in summed[self._size :].view_as(board).tolist()), first))
+        self._heard = tuple(one.plus(told.get(rank, StepSums())) for rank, one in enumerate(self._heard))
         self._turn = (self._turn + 1) % -(-self._ranks // max(1, self._room))
         total, *rest = summed[: self._size].tolist()
         stops, comers, broken, behind, hurry, look = (count > 0 for count in rest[:_FLAGS])

@@ -24,7 +24,7 @@ _TORCHVISION = re.compile("[A-Z][A-Z0-9_]*")
 _HUB = re.compile(r"hub:[\w][\w.-]*/[\w][\w.-]*")
 
 
-class Kind(Enum):
+class FieldKind(Enum):
     """What a device does with the value of a field."""
 
     VALUE = auto()  # a number, a truth value, or a text that the schema itself limits to some names or a pattern
@@ -39,7 +39,7 @@ class Kind(Enum):
 class Row:
     """Says how a device takes over a field; a number above `most` is refused, or lowered to it."""
 
-    kind: Kind
+    kind: FieldKind
     most: int | None = None
     lowered: bool = False
 
@@ -49,7 +49,7 @@ def _rows(section: str, **fields: str) -> dict[str, Row]:
     found = {}
     for kind, names in fields.items():
         for name in names.split():
-            found[f"{section}{name}"] = Row(Kind[kind.upper()])
+            found[f"{section}{name}"] = Row(FieldKind[kind.upper()])
     return found
 
 
@@ -72,10 +72,10 @@ TAKEN: dict[str, Row] = {
         value="normalize download samples holdout image_size channels classes augment corrupt worker_kind length "
         "stride",
     ),
-    "data.workers": Row(Kind.VALUE, 16, lowered=True),
-    "data.prefetch": Row(Kind.VALUE, 64, lowered=True),
-    "data.memory": Row(Kind.VALUE, 1 << 30, lowered=True),
-    "data.disk": Row(Kind.VALUE, 4 << 30, lowered=True),
+    "data.workers": Row(FieldKind.VALUE, 16, lowered=True),
+    "data.prefetch": Row(FieldKind.VALUE, 64, lowered=True),
+    "data.memory": Row(FieldKind.VALUE, 1 << 30, lowered=True),
+    "data.disk": Row(FieldKind.VALUE, 4 << 30, lowered=True),
     **_rows("optimizer.", value="name lr momentum nesterov betas weight_decay clip_norm"),
     **_rows("lr_schedule.", value="name warmup_steps final every_epochs every_steps factor"),
     **_rows("ema.", value="decay warmup evaluate"),
@@ -87,15 +87,15 @@ TAKEN: dict[str, Row] = {
         "replicas objective slowdown replan replan_threshold",
         text="deadline",
     ),
-    "parallel.threads": Row(Kind.VALUE, 1024),
+    "parallel.threads": Row(FieldKind.VALUE, 1024),
     **_rows("parallel.sync.", value="every fragments delay format learning_rate momentum"),
     **_rows("parallel.stages.", value="ranks shares split sync send layers"),
     **_rows("rendezvous.", value="timeout step_timeout replace_timeout max_attempts", own="address"),
     **_rows("security.", value="encrypt port"),
     **_rows("checkpoint.", value="every_steps best_is resume enabled background", text="keep_best"),
-    "checkpoint.keep": Row(Kind.VALUE, 100),
+    "checkpoint.keep": Row(FieldKind.VALUE, 100),
     **_rows("recovery.", value="mirror mirror_budget"),
-    "recovery.log_bytes": Row(Kind.VALUE, 4 << 30),
+    "recovery.log_bytes": Row(FieldKind.VALUE, 4 << 30),
     **_rows("telemetry.", value="divergence_every timeline_every tensorboard", own="mlflow"),
 }
 
@@ -126,9 +126,9 @@ def taken_over(job: Job, allow_code: bool) -> dict[str, object]:
             raise JobError(f"{name}: a device takes over no such field from a job that came over the network")
         if value is None:
             continue
-        if row.kind is Kind.OWN or (name in ("data.folder", "data.path") and not _is_used(job, name)):
+        if row.kind is FieldKind.OWN or (name in ("data.folder", "data.path") and not _is_used(job, name)):
             changes[name] = None
-        elif not (row.kind is Kind.OPTIONS and name.partition(".")[0] in free) and not _has_form(row.kind, value):
+        elif not (row.kind is FieldKind.OPTIONS and name.partition(".")[0] in free) and not _has_form(row.kind, value):
             raise JobError(
                 f"{name}: {str(value)[:_MOST_TEXT]!a} does not have a form that a device takes over from the network; "
                 "see docs/joining.md"
@@ -147,7 +147,7 @@ def places(job: Job) -> list[Place]:
     return [
         Place(name, str(value))
         for name, value in _fields(job)
-        if value is not None and name in TAKEN and TAKEN[name].kind is Kind.PLACE and _is_used(job, name)
+        if value is not None and name in TAKEN and TAKEN[name].kind is FieldKind.PLACE and _is_used(job, name)
     ]
 
 
@@ -164,17 +164,17 @@ def _is_used(job: Job, name: str) -> bool:
     return True
 
 
-def _has_form(kind: Kind, value: Any) -> bool:
+def _has_form(kind: FieldKind, value: Any) -> bool:
     """Return whether a value has the form that is allowed for fields of this kind."""
     match kind:
-        case Kind.VALUE:
+        case FieldKind.VALUE:
             return True  # the schema has checked it
-        case Kind.TEXT:
+        case FieldKind.TEXT:
             texts = value if isinstance(value, list) else [value]
             return len(texts) <= _MOST_TEXTS and all(len(one) <= _MOST_TEXT and one.isprintable() for one in texts)
-        case Kind.OPTIONS:
+        case FieldKind.OPTIONS:
             return is_configuration(value)
-        case Kind.PLACE:
+        case FieldKind.PLACE:
             if not value.isprintable() or len(value) > _MOST_PATH:
                 return False
             return not value.startswith("hub:") or _HUB.fullmatch(value) is not None

@@ -28,8 +28,8 @@ from kubernetes.stream import portforward
 from horizonml.errors import ClusterError
 from horizonml.job.jobfile import parse as parse_job
 from horizonml.job.schema import Job
-from horizonml.kube.render import PART_OF, SETTINGS, WORKERS, Document, Settings
-from horizonml.kube.status import Condition, Object, PodState, RankStatus, Samples, condition, parse, rank_status
+from horizonml.kube.render import PART_OF, SETTINGS, WORKERS, Document, ManifestSettings
+from horizonml.kube.status import Object, PodCondition, PodState, RankStatus, Samples, condition, parse, rank_status
 
 _PORT = 9400
 _PROXY_TIMEOUT = (2.0, 3.0)  # to connect, to answer
@@ -86,7 +86,7 @@ _GONE_SECONDS = 120.0
 _QUIET_SECONDS = 60.0  # a log without a new line for so long is asked for again
 
 
-class Cluster:
+class KubeCluster:
     """One namespace of a cluster. All its methods raise ClusterError."""
 
     def __init__(self, namespace: str, context: str | None) -> None:
@@ -177,7 +177,7 @@ class Cluster:
             )
         return found
 
-    def submitted(self) -> tuple[Job, Settings]:
+    def submitted(self) -> tuple[Job, ManifestSettings]:
         """Return the job and the settings that were submitted."""
         annotation = self.require_workers()["metadata"].get("annotations", {}).get(SETTINGS)
         if annotation is None:
@@ -188,7 +188,7 @@ class Cluster:
         with self._asking("read the job"):
             found = self._plain(self._core.read_namespaced_config_map("job", self.namespace, _request_timeout=_TIMEOUT))
         try:
-            settings = Settings.from_json(annotation)
+            settings = ManifestSettings.from_json(annotation)
         except ValueError as error:
             raise ClusterError(f"the annotation {SETTINGS} of the StatefulSet worker cannot be read: {error}") from None
         return parse_job(found["data"]["job.yaml"], "the cluster's job"), settings
@@ -245,7 +245,7 @@ class Cluster:
                     deleted.append(f"{kind}/{name}")
         return deleted, kept
 
-    def observe(self, pause: float) -> tuple[list[RankStatus], dict[int, Condition]]:
+    def observe(self, pause: float) -> tuple[list[RankStatus], dict[int, PodCondition]]:
         """Watch every rank for `pause` seconds, and return how it is doing, and the condition of its pod."""
         wanted = int(self.require_workers()["spec"]["replicas"])
         pods = {rank_of(pod): pod for pod in self.pods()}
@@ -261,7 +261,7 @@ class Cluster:
             for rank, pod in pods.items()
         }
         for rank in range(wanted):
-            conditions.setdefault(rank, Condition(PodState.MISSING))
+            conditions.setdefault(rank, PodCondition(PodState.MISSING))
         rows = []
         for rank in sorted(conditions):
             node = pods.get(rank, {}).get("spec", {}).get("nodeName")

@@ -26,7 +26,7 @@ Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class ManifestSettings:
     """What Kubernetes has to know beside the job file."""
 
     namespace: str
@@ -41,12 +41,12 @@ class Settings:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Settings:
+    def from_json(cls, text: str) -> ManifestSettings:
         """Return the settings that `to_json` was given. Raises ValueError for any other text."""
         return TypeAdapter(cls).validate_json(text)
 
 
-def render(job: Job, settings: Settings, token: Token | None = None) -> list[Document]:
+def render(job: Job, settings: ManifestSettings, token: Token | None = None) -> list[Document]:
     """Return the objects to apply, in order, with a Secret if there is a token for it.
 
     `job` must be for `settings.workers` ranks.
@@ -96,7 +96,7 @@ def version(workers: Document) -> tuple[str | None, int, str, Document]:
     return digest, workers["spec"]["replicas"], container["image"], container["resources"]
 
 
-def _set_workers(document: Document, job: Job, settings: Settings) -> None:
+def _set_workers(document: Document, job: Job, settings: ManifestSettings) -> None:
     """Fill in what the StatefulSet of the workers has from the job and its settings."""
     document["spec"]["replicas"] = settings.workers
     document["metadata"]["annotations"] = {SETTINGS: settings.to_json()}

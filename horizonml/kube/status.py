@@ -73,7 +73,7 @@ def parse(text: str) -> Samples:
 
 
 def rank_status(
-    rank: int, node: str | None, condition: Condition, before: Samples, after: Samples, seconds: float
+    rank: int, node: str | None, condition: PodCondition, before: Samples, after: Samples, seconds: float
 ) -> RankStatus:
     """Return a rank's row from its metrics at two times, `seconds` apart, which are empty where it did not answer."""
     if not after:
@@ -106,7 +106,7 @@ def rank_status(
     )
 
 
-def _activity(condition: Condition, metrics: Samples) -> tuple[Activity, str]:
+def _activity(condition: PodCondition, metrics: Samples) -> tuple[Activity, str]:
     """Return what a rank is doing, and that in words."""
     if metrics.get("horizonml_complete") == 1:
         return Activity.COMPLETE, "Complete"
@@ -120,7 +120,7 @@ def _activity(condition: Condition, metrics: Samples) -> tuple[Activity, str]:
     return Activity.STARTING, "Starting"
 
 
-def problems(rows: Iterable[RankStatus], conditions: Mapping[int, Condition]) -> list[str]:
+def problems(rows: Iterable[RankStatus], conditions: Mapping[int, PodCondition]) -> list[str]:
     """Return what is wrong, one line each, with what to do about it once, at the last line that it is for."""
     rows = list(rows)
     planned = {entry.rank: entry.plan_memory for entry in rows}
@@ -185,7 +185,7 @@ class PodState(StrEnum):
 
 
 @dataclass(frozen=True)
-class Condition:
+class PodCondition:
     """How a pod is, and what is wrong with it, if something is."""
 
     state: PodState
@@ -199,44 +199,46 @@ class Condition:
         return self.detail or self.state.value
 
 
-def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Sequence[Object]) -> Condition:
+def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Sequence[Object]) -> PodCondition:
     """Return a worker's condition. `last_words` is the last error line of its log; `pods` are all pods on the nodes."""
     name = str(pod["metadata"]["name"])
     status = pod["status"]
     if pod["metadata"].get("deletionTimestamp"):
-        return Condition(PodState.TERMINATING)
+        return PodCondition(PodState.TERMINATING)
     for container in status.get("containerStatuses") or []:
         state = container.get("state") or {}
         waiting = state.get("waiting") or {}
         ended = state.get("terminated") or (container.get("lastState") or {}).get("terminated") or {}
         reason = waiting.get("reason", "")
         if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
-            return Condition(
+            return PodCondition(
                 PodState.NO_IMAGE,
                 f"{name}: the image {container['image']} cannot be pulled on node {pod['spec'].get('nodeName', '?')}; "
                 "push it to a registry that the node reaches, load it into the node, or name another with --image",
             )
         if reason == "CreateContainerConfigError":
-            return Condition(PodState.MISCONFIGURED, f"{name}: {waiting.get('message', reason)}")
+            return PodCondition(PodState.MISCONFIGURED, f"{name}: {waiting.get('message', reason)}")
         if reason == "CrashLoopBackOff" or "terminated" in state:
             why = f"{name}: {_ending(pod, ended, last_words)}"
-            return Condition(PodState.ENDED, why, reason or None, _fix(pod, ended))
+            return PodCondition(PodState.ENDED, why, reason or None, _fix(pod, ended))
         if "running" in state:
             ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or [])
             again = container.get("restartCount", 0)
             if ready or not again:  # a worker that is in the group again has no problem any more
-                return Condition(PodState.READY if ready else PodState.RUNNING)
+                return PodCondition(PodState.READY if ready else PodState.RUNNING)
             times = "once" if again == 1 else f"{again} times"
             why = _ending(pod, ended, last_words) if ended else "Kubernetes does not know why it ended"
             why = f"{name}: restarted {times}; the last time {why}"
-            return Condition(PodState.RUNNING, why, fix=_fix(pod, ended))
+            return PodCondition(PodState.RUNNING, why, fix=_fix(pod, ended))
     for entry in status.get("conditions") or []:
         if entry["type"] == "PodScheduled" and entry["status"] == "False":
-            return Condition(PodState.PENDING, f"{name}: {_not_scheduled(pod, entry.get('message', ''), nodes, pods)}")
+            return PodCondition(
+                PodState.PENDING, f"{name}: {_not_scheduled(pod, entry.get('message', ''), nodes, pods)}"
+            )
     # A pod that was evicted, or whose node has shut down, has no container that could tell.
     reason = status.get("reason")
     problem = f"{name}: {reason}: {status.get('message') or 'no message'}" if reason else None
-    return Condition(PodState.OTHER, problem, status.get("phase"))
+    return PodCondition(PodState.OTHER, problem, status.get("phase"))
 
 
 def _ending(pod: Object, ended: Object, last_words: str) -> str:

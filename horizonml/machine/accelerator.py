@@ -24,7 +24,7 @@ _LIBRARY = "libnvidia-ml.so.1"  # is a part of the driver
 _CORE = 0  # the temperature sensor that every GPU has
 
 
-class Readings(NamedTuple):
+class GpuReadings(NamedTuple):
     """Holds what a GPU tells of itself; a value is None where it does not."""
 
     temperature: float | None = None  # degrees Celsius
@@ -35,7 +35,7 @@ class _Rates(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
-def readings(uuid: str, root: Path = Path("/sys")) -> Readings:
+def readings(uuid: str, root: Path = Path("/sys")) -> GpuReadings:
     """Return what the GPU with this identifier tells now."""
     handle = _handle(uuid)
     return _jetson(root) if handle is None else _asked(*handle)
@@ -55,19 +55,19 @@ def _handle(uuid: str) -> tuple[Any, Any] | None:
     return None if found else (library, handle)
 
 
-def _asked(library: Any, handle: Any) -> Readings:
+def _asked(library: Any, handle: Any) -> GpuReadings:
     degrees, rates = ctypes.c_uint(), _Rates()
     hot = library.nvmlDeviceGetTemperature(handle, _CORE, ctypes.byref(degrees)) == 0
     used = library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates)) == 0
-    return Readings(float(degrees.value) if hot else None, rates.gpu / 100 if used else None)
+    return GpuReadings(float(degrees.value) if hot else None, rates.gpu / 100 if used else None)
 
 
-def _jetson(root: Path) -> Readings:
+def _jetson(root: Path) -> GpuReadings:
     """Return what the kernel of a Jetson tells of its GPU."""
     zones = (zone for zone in sorted(root.glob("class/thermal/thermal_zone*")) if "gpu" in text(zone / "type").lower())
     degrees = next((number(zone / "temp", 1e3) for zone in zones), None)
     loads = [*root.glob("devices/gpu.0/load"), *root.glob("devices/platform/*gpu*/load")]
-    return Readings(degrees, number(loads[0], 1e3) if loads else None)
+    return GpuReadings(degrees, number(loads[0], 1e3) if loads else None)
 
 
 _DOCS = "docs/speed.md says how"
@@ -114,10 +114,10 @@ class Compute:
             return float(torch.cuda.memory_reserved(self.device))
         return float(torch.mps.driver_allocated_memory()) if self.device.type == "mps" else None
 
-    def readings(self) -> Readings:
+    def readings(self) -> GpuReadings:
         """Return the temperature and the use of the accelerator, where it tells them."""
         if self.device.type != "cuda":
-            return Readings()
+            return GpuReadings()
         return readings(str(getattr(torch.cuda.get_device_properties(self.device), "uuid", "")))
 
     def memory(self) -> float | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from horizonml.machine.resources import ProcessorSeconds, is_other_rank, processor_seconds, share_of_others
-from horizonml.machine.sensors import Clock, clock
+from horizonml.machine.sensors import ProcessorClock, clock
 from horizonml.text import percent
 
 _LOOK_SECONDS = 2.0  # between two looks at the device
@@ -24,13 +24,13 @@ _USUAL_SECONDS = 10.0  # of the beginning, in which the use by other programs co
 
 
 @dataclass(frozen=True)
-class State:
+class Slowdown:
     """Says what holds a device back: by which factor, as far as the clock tells it, and why."""
 
     factor: float = 1.0
     reason: str = ""  # goes on from "because"; empty if nothing does
 
-    def alike(self, other: State) -> bool:
+    def alike(self, other: Slowdown) -> bool:
         """Return whether two states are the same for those who plan."""
         return bool(self.reason) == bool(other.reason) and max(self.factor, other.factor) < _SLOWER * min(
             self.factor, other.factor
@@ -42,7 +42,7 @@ class Condition:
 
     def __init__(
         self,
-        read: Callable[[], Clock] = clock,
+        read: Callable[[], ProcessorClock] = clock,
         others: Callable[[Collection[int]], ProcessorSeconds] = processor_seconds,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,8 +53,8 @@ class Condition:
         self._load, self._begun = others(()), now()
         self._usual: float | None = None
         self._share: float | None = None
-        self.state = State()  # the last one that was told
-        self._next, self._since = State(), now()
+        self.state = Slowdown()  # the last one that was told
+        self._next, self._since = Slowdown(), now()
 
     def changed(self) -> bool:
         """Return whether the device's condition is another one than `state`; looks at the device now and then."""
@@ -67,13 +67,13 @@ class Condition:
             self._next = found
         return not self._next.alike(self.state) and now - self._since >= _LASTS_SECONDS
 
-    def tell(self, news: bool) -> State:
+    def tell(self, news: bool) -> Slowdown:
         """Return what holds the device back now; if that is `news`, only another condition is from now on."""
         if news:
             self.state = self._next
         return self._next
 
-    def _look(self, now: float) -> State:
+    def _look(self, now: float) -> Slowdown:
         found, first = self._read(), self._first
         factor = 1.0
         if found.hertz and first.hertz:
@@ -81,8 +81,8 @@ class Condition:
         if found.hot or factor >= 1 + (_SLOWER - 1) * self._bar:
             details = found.describe()
             what = "its processor is too hot" if found.hot else "its processor's clock is held back"
-            return State(factor, f"{what}: {details}" if details else what)
-        return State(1.0, self._busy(now))
+            return Slowdown(factor, f"{what}: {details}" if details else what)
+        return Slowdown(1.0, self._busy(now))
 
     @property
     def _bar(self) -> float:

@@ -132,7 +132,7 @@ _AGAIN_SECONDS = 0.5  # between two attempts, as each of them may get lost on a 
 _ANSWERS = (errno.ECONNREFUSED, errno.ECONNRESET)
 
 
-class Probe:
+class AddressProbe:
     """Tries to connect to some addresses until each has answered; that it refuses is an answer, too."""
 
     def __init__(self, addresses: Collection[Address]) -> None:

@@ -79,7 +79,7 @@ def on_mains(root: Path = Path("/sys")) -> bool | None:
 
 
 @dataclass(frozen=True)
-class Clock:
+class ProcessorClock:
     """Says how fast the processor may run now, and how hot it is."""
 
     hertz: float | None = None  # the highest that the kernel allows at present, of the slowest core; None if unknown
@@ -101,7 +101,7 @@ class Clock:
         return ", ".join(parts)
 
 
-def clock(root: Path | None = None) -> Clock:
+def clock(root: Path | None = None) -> ProcessorClock:
     """Return what the kernel says of the processor's clock and its heat, as far as it says anything."""
     root = root or sysfs()
     slowest: tuple[float, float] | None = None
@@ -110,7 +110,7 @@ def clock(root: Path | None = None) -> Clock:
         if allowed and nominal and (slowest is None or allowed / nominal < slowest[0] / slowest[1]):
             slowest = allowed, nominal
     hertz, most = (slowest[0] * 1e3, slowest[1] * 1e3) if slowest is not None else (None, None)
-    return Clock(hertz, most, temperature(root), _trip(root), _is_cooled(root))
+    return ProcessorClock(hertz, most, temperature(root), _trip(root), _is_cooled(root))
 
 
 def _trip(root: Path) -> float | None:

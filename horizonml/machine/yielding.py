@@ -32,7 +32,7 @@ MAINS_SECONDS = 15.0  # on mains before it trains again: plugs are pulled and pu
 
 
 @dataclass(frozen=True)
-class Readings:
+class DeviceReadings:
     """What was read of the device at one moment; None is what cannot be read."""
 
     idle_seconds: float | None = None  # since a desktop or a terminal was used
@@ -64,7 +64,7 @@ class Policy:
         """Return whether there is anything to read."""
         return self.when_idle or self.on_mains or self.max_temperature is not None
 
-    def may_train(self, readings: Readings, now: float) -> str | None:
+    def may_train(self, readings: DeviceReadings, now: float) -> str | None:
         """Return why the device may not train now, as a sentence without its period, or None if it may.
 
         `now` is a time in seconds that never goes back, such as `time.monotonic()`. Call it every few seconds.
@@ -74,7 +74,7 @@ class Policy:
         self._allowed = reason is None
         return reason
 
-    def _mains(self, readings: Readings, now: float) -> str | None:
+    def _mains(self, readings: DeviceReadings, now: float) -> str | None:
         if not self.on_mains:
             return None
         if readings.on_mains is None:
@@ -86,7 +86,7 @@ class Policy:
             return "this device has just been plugged in"
         return None
 
-    def _heat(self, readings: Readings, now: float) -> str | None:
+    def _heat(self, readings: DeviceReadings, now: float) -> str | None:
         limit = self.max_temperature
         if limit is None:
             return None
@@ -102,12 +102,12 @@ class Policy:
         self._since.pop("hot", None)
         return None
 
-    def _owner(self, readings: Readings, now: float) -> list[str | None]:
+    def _owner(self, readings: DeviceReadings, now: float) -> list[str | None]:
         if not self.when_idle:
             return []
         return [self._used(readings), self._busy(readings, now)]
 
-    def _used(self, readings: Readings) -> str | None:
+    def _used(self, readings: DeviceReadings) -> str | None:
         idle = readings.idle_seconds
         if idle is None:  # nobody is logged in, and nothing is there to be used
             return None
@@ -115,7 +115,7 @@ class Policy:
             return f"somebody used this device {idle:.0f} s ago, and it waits until nobody has for {IDLE_SECONDS:.0f} s"
         return None
 
-    def _busy(self, readings: Readings, now: float) -> str | None:
+    def _busy(self, readings: DeviceReadings, now: float) -> str | None:
         load = readings.others_load
         if load is None:
             return None
@@ -163,7 +163,7 @@ class Courtesy:
             )
         if mains and on_mains() is None:
             raise JobError("--on-mains: this device does not say whether it is plugged in; leave the option out")
-        self._usage = Usage() if when_idle else None
+        self._usage = DeviceUsage() if when_idle else None
         self._stop = stop or StopRequest()
         self._looked = -_LOOK_SECONDS
         self._reason: str | None = None
@@ -191,9 +191,9 @@ class Courtesy:
         while time.monotonic() < deadline and not self._stop.wanted:
             time.sleep(0.1)
 
-    def _read(self) -> Readings:
+    def _read(self) -> DeviceReadings:
         policy, usage = self._policy, self._usage
-        return Readings(
+        return DeviceReadings(
             idle_seconds=usage.idle_seconds() if usage is not None else None,
             others_load=usage.others_load() if usage is not None else None,
             temperature=temperature() if policy.max_temperature is not None else None,
@@ -207,7 +207,7 @@ _SECONDS = 3.0  # for loginctl
 _LONGEST, _EARLIEST = 365 * 86400.0, -10.0
 
 
-class Usage:
+class DeviceUsage:
     """Observes, from its creation on, when this device was last used, and how much other programs compute."""
 
     def __init__(self, root: Path = Path("/")) -> None:

@@ -20,7 +20,7 @@ from horizonml.models.calls import INPUTS, Calls, Forward, Leaf, Result, Skeleto
 
 
 @dataclass(frozen=True)
-class Part:
+class SlicePart:
     """Describes a slice of a model: the calls `first` to `last - 1` of its units."""
 
     calls: Calls
@@ -30,7 +30,7 @@ class Part:
     entering: Sequence[Result]  # what travels to the slice
     leaving: Sequence[Result] | None  # what travels on; None for the end of the model
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlicePart:
         return self  # it never changes
 
 
@@ -113,7 +113,7 @@ class _Left(BaseException):
 class _Run:
     """Holds what one run of a slice's forward has found so far; it is part of a slice and copied with it."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: SlicePart) -> None:
         self._part = part
         self._values: dict[Result, Tensor] = {}
         self._stand_ins: dict[int, tuple[str, Tensor]] = {}  # by their memory, for results that have not travelled
@@ -237,10 +237,12 @@ class ModuleSlice(nn.Module):
     horizonml_constants: Mapping[str, Tensor]
     horizonml_root: nn.Module  # these names are unlike those that a model's author gives to modules
     _run: _Run
-    _part: Part
+    _part: SlicePart
     _units: tuple[str, ...]
 
-    def __init__(self, model: nn.Module, part: Part, units: Mapping[str, nn.Module], kept: Collection[str]) -> None:
+    def __init__(
+        self, model: nn.Module, part: SlicePart, units: Mapping[str, nn.Module], kept: Collection[str]
+    ) -> None:
         """Prepare the slice, which shares the model's tensors; `kept` are the units and tensors that are its own."""
         super().__init__()
         run = _Run(part)

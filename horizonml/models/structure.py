@@ -19,7 +19,7 @@ from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.models.boundary import Boundary, Layers, output_boundary, refused, unique_names
 from horizonml.models.calls import INPUTS, Call, Calls, Leaf, Pin, Result, Source, record_calls
-from horizonml.models.module_slice import ModuleSlice, Part
+from horizonml.models.module_slice import ModuleSlice, SlicePart
 from horizonml.tasks.task import InputSpec
 from horizonml.text import count, some
 
@@ -66,7 +66,7 @@ class Structure(Layers):
         if stop == len(self):
             kept.update(self.spare)
             kept.update(unit for name in self.spare if (unit := self._owner(name)) is not None)
-        part = Part(self._calls, self._input.names, first, last, tuple(entering), leaving)
+        part = SlicePart(self._calls, self._input.names, first, last, tuple(entering), leaving)
         return ModuleSlice(self._model, part, self._units, kept)
 
     def bond(self, index: int) -> str | None:

@@ -1,6 +1,6 @@
 """Lists the lossy choices in a way of training, and makes them more precise one step at a time.
 
-A setting is a plan and the precision that layers may be computed in. Each of its lossy choices is a `Choice`: the
+A setting is a plan and the precision that layers may be computed in. Each of its lossy choices is a `LossyChoice`: the
 format of a link, how the members of a stage sum their gradients, or the precision.
 """
 
@@ -17,7 +17,7 @@ from horizonml.plan.syncs import FORMATS, SYNCS, Sync, offered
 LINK, SUMS, PRECISION = "link", "sums", "precision"
 
 
-class Choice(NamedTuple):
+class LossyChoice(NamedTuple):
     """Names a lossy choice: of which kind, of which stage of the plan (the sender, for a link), and what it is."""
 
     kind: str
@@ -42,12 +42,12 @@ class Setting:
     kinds: frozenset[str] = frozenset((LINK, SUMS, PRECISION))  # of choices that may be made more precise
 
     @property
-    def lossy(self) -> list[Choice]:
+    def lossy(self) -> list[LossyChoice]:
         """Return all lossy choices that may be made more precise, in the order of stages."""
         stages = self.plan.stages
-        links = [Choice(LINK, n, s.send) for n, s in enumerate(stages[:-1]) if s.send != "fp32"]
-        sums = [Choice(SUMS, n, s.sync.name) for n, s in enumerate(stages) if s.sync.offered and len(s.ranks) > 1]
-        precision = [Choice(PRECISION, 0, self.precision)] if self.precision != "fp32" else []
+        links = [LossyChoice(LINK, n, s.send) for n, s in enumerate(stages[:-1]) if s.send != "fp32"]
+        sums = [LossyChoice(SUMS, n, s.sync.name) for n, s in enumerate(stages) if s.sync.offered and len(s.ranks) > 1]
+        precision = [LossyChoice(PRECISION, 0, self.precision)] if self.precision != "fp32" else []
         return [choice for choice in (*links, *sums, *precision) if choice.kind in self.kinds]
 
     def exact(self) -> Setting:
@@ -57,11 +57,11 @@ class Setting:
             exact = exact.raised(exact.lossy[0])
         return exact
 
-    def only(self, choice: Choice) -> Setting:
+    def only(self, choice: LossyChoice) -> Setting:
         """Return the setting in which nothing but `choice` is lossy."""
         return self.exact()._with(choice)
 
-    def raised(self, choice: Choice) -> Setting:
+    def raised(self, choice: LossyChoice) -> Setting:
         """Return this setting with the next more precise value for `choice`."""
         match choice.kind:
             case "link":
@@ -88,7 +88,7 @@ class Setting:
                 cautious = cautious.raised(choice)
         return cautious
 
-    def _with(self, choice: Choice) -> Setting:
+    def _with(self, choice: LossyChoice) -> Setting:
         """Return this setting with another choice for the same."""
         if choice.kind == PRECISION:
             return replace(self, precision=choice.value)

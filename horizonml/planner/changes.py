@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from horizonml.errors import JobError
 from horizonml.planner.devices import Bytes, Rate, Seconds
 from horizonml.planner.problem import Problem, Watts
-from horizonml.planner.profile import Host, Link, Network
+from horizonml.planner.profile import Host, MeasuredLink, Network
 from horizonml.planner.record import Planning
 from horizonml.planner.subset import among
 from horizonml.text import nearest, printable
@@ -156,7 +156,7 @@ def _with_device(
     return replace(network, pairs=pairs, access=access)
 
 
-def _like(present: Network, like: int | None, origin: int | None, own: Sequence[int], way: int) -> Link | None:
+def _like(present: Network, like: int | None, origin: int | None, own: Sequence[int], way: int) -> MeasuredLink | None:
     """Return the link that a new device has to a rank if it is connected like the rank `like`, or None.
 
     To the device that it is like, and to other new devices, it has the slowest of that device's links.
@@ -168,7 +168,7 @@ def _like(present: Network, like: int | None, origin: int | None, own: Sequence[
     links = [present.between(*((like, other) if way == 0 else (other, like))) for other in own]
     if not links:
         return None
-    return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+    return MeasuredLink(max(link.latency for link in links), min(link.bandwidth for link in links))
 
 
 def _usual_latency(network: Network, ranks: Sequence[int]) -> float:

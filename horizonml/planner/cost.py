@@ -17,7 +17,7 @@ from horizonml.plan.gradients import BUCKET_BYTES, in_buckets
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.syncs import FORMATS, Sync
 from horizonml.planner.problem import Problem
-from horizonml.planner.profile import Link, Profile, Size
+from horizonml.planner.profile import MeasuredLink, Profile, Size
 
 
 class LayerTimes:
@@ -100,21 +100,21 @@ def synced_bytes(problem: Problem, sync: Sync, start: int, stop: int) -> float:
     return size * sync.ratio
 
 
-def ring_seconds(members: int, size: Size, link: Link) -> Size:
+def ring_seconds(members: int, size: Size, link: MeasuredLink) -> Size:
     """Return the seconds that a ring of `members` takes to sum `size` bytes if `link` is its slowest link."""
     return 2 * (members - 1) * link.seconds(size / members)
 
 
-def slowest_link(problem: Problem, ranks: Sequence[int]) -> Link:
+def slowest_link(problem: Problem, ranks: Sequence[int]) -> MeasuredLink:
     """Return a link as slow as the slowest ones along a ring of ranks."""
     return slowest_of(
         [problem.network.between(rank, ranks[(place + 1) % len(ranks)]) for place, rank in enumerate(ranks)]
     )
 
 
-def slowest_of(links: Sequence[Link]) -> Link:
+def slowest_of(links: Sequence[MeasuredLink]) -> MeasuredLink:
     """Return a link as slow as the slowest of some, in latency and in bandwidth."""
-    return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+    return MeasuredLink(max(link.latency for link in links), min(link.bandwidth for link in links))
 
 
 class Ring:

@@ -70,7 +70,7 @@ class DeviceWatts(_Section):
         return self
 
 
-class Device(_Section):
+class DeviceEntry(_Section):
     """Describes one device, or several identical ones."""
 
     name: PlainName
@@ -100,7 +100,7 @@ class Device(_Section):
     watts: DeviceWatts | None = Field(None, description="What it draws, e.g. {idle: 2.5, busy: 6}, to plan for energy.")
 
     @model_validator(mode="after")
-    def _speed_of_gpu(self) -> Device:
+    def _speed_of_gpu(self) -> DeviceEntry:
         if self.kind != "cpu" and self.profile is None and "speed" not in self.model_fields_set:
             raise ValueError(
                 f"kind: {self.kind} needs a profile that was measured on such a device (horizonml plan JOB --profile "
@@ -120,7 +120,7 @@ class DeviceLink(_Section):
 class Cluster(_Section):
     """Describes the devices of a cluster and what connects them."""
 
-    devices: Annotated[list[Device], Field(min_length=1)]
+    devices: Annotated[list[DeviceEntry], Field(min_length=1)]
     bandwidth: Rate = 125e6
     latency: Seconds = 5e-4
     links: list[DeviceLink] = Field(default_factory=list)
@@ -145,7 +145,7 @@ class Cluster(_Section):
         return self.model_copy(update={"devices": kept})
 
     @property
-    def ranks(self) -> list[Device]:
+    def ranks(self) -> list[DeviceEntry]:
         """Return the kind of device of every rank."""
         return [device for device in self.devices for _ in range(device.count)]
 

@@ -12,7 +12,7 @@ from horizonml.errors import PlanError
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.cost import LayerTimes, fastest_format, fastest_sync, slowest_link
 from horizonml.planner.problem import Problem
-from horizonml.planner.profile import Link
+from horizonml.planner.profile import MeasuredLink
 from horizonml.planner.simulate import Prediction, predict
 
 _NO_ROWS = 1e-9  # the share of a member without samples, small enough that it gets none
@@ -65,7 +65,7 @@ class Evaluator:
         self._judged: dict[Plan, Candidate] = {}
         self._stages: dict[tuple[int, int, tuple[int, ...], int], Stage] = {}
         self._totals: dict[tuple[int, int], tuple[float, ...]] = {}
-        self._rings: dict[tuple[int, ...], Link] = {}
+        self._rings: dict[tuple[int, ...], MeasuredLink] = {}
 
     def judge(self, plan: Plan) -> Candidate:
         """Return a plan with its predicted cost."""
@@ -92,7 +92,7 @@ class Evaluator:
             0 < end - first < least for stage in plan.stages for size in sizes for first, end in stage.rows(size)
         )
 
-    def slowest_link(self, ranks: tuple[int, ...]) -> Link:
+    def slowest_link(self, ranks: tuple[int, ...]) -> MeasuredLink:
         """Return a link as slow as the slowest ones along a ring of ranks."""
         if ranks not in self._rings:
             self._rings[ranks] = slowest_link(self.problem, ranks)

@@ -226,7 +226,7 @@ class Host:
         return self.contention[-1][1] if self.contention else 1.0
 
 
-class Link(NamedTuple):
+class MeasuredLink(NamedTuple):
     """Describes the connection from one rank to another."""
 
     latency: float  # seconds
@@ -258,13 +258,13 @@ class Network:
     access: tuple[Positive, ...] = ()
     pairs: _Pairs = field(default_factory=dict)
 
-    def between(self, one: int, other: int) -> Link:
+    def between(self, one: int, other: int) -> MeasuredLink:
         """Return the link from one rank to another."""
         if (one, other) in self.pairs:
-            return Link(*self.pairs[one, other])
+            return MeasuredLink(*self.pairs[one, other])
         if not self.access:
-            return Link(self.latency, self.bandwidth)
-        return Link(self.latency, min(self.bandwidth, self.access[one], self.access[other]))
+            return MeasuredLink(self.latency, self.bandwidth)
+        return MeasuredLink(self.latency, min(self.bandwidth, self.access[one], self.access[other]))
 
     def among(self, ranks: Sequence[int]) -> Network:
         """Return the network between some of the ranks, which are numbered anew in this order."""

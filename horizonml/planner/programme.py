@@ -22,7 +22,7 @@ from horizonml.planner.cost import (
     syncs_of,
 )
 from horizonml.planner.evaluator import Evaluator
-from horizonml.planner.profile import Link, Network
+from horizonml.planner.profile import MeasuredLink, Network
 
 _SLACK = (1.0, 1.1, 1.3, 1.8, 3.0, np.inf)  # limits on the slowest stage, relative to the best
 _MOST_EXACT = 5000  # sets of ranks times pairs of layers, up to which shares are computed exactly
@@ -122,7 +122,7 @@ class Programme:
             self._sent[send] = np.array([message_bytes(problem.profiles[0], stop, send) for stop in stops])
         return np.concatenate(([0.0], link.seconds(rows * self._sent[send])))
 
-    def _summing(self, ranks: Sequence[int], sync: Sync, slowest: Link) -> np.ndarray:
+    def _summing(self, ranks: Sequence[int], sync: Sync, slowest: MeasuredLink) -> np.ndarray:
         """Return the seconds in which `ranks` sum the gradients of their stage, for all layers that it may have."""
         seconds = ring_seconds(len(ranks), self._summed(sync), slowest)
         coding = coding_seconds(self._problem, sync, ranks[:2], 1.0)
@@ -194,9 +194,9 @@ class _Rings:
             slowest_of(own[: len(block) - 1]) if len(block) > 1 else None
             for own, block in zip(links, blocks, strict=True)
         ]
-        self._known: dict[Span, Link | None] = {}
+        self._known: dict[Span, MeasuredLink | None] = {}
 
-    def _chain(self, first: int, end: int) -> Link | None:
+    def _chain(self, first: int, end: int) -> MeasuredLink | None:
         """Return the slowest link from the first rank of the block `first` to that of the block `end`."""
         if end == first:
             return None
@@ -205,7 +205,7 @@ class _Rings:
             self._known[first, end] = slowest_of(found) if found else None
         return self._known[first, end]
 
-    def slowest(self, first: int, end: int) -> Link:
+    def slowest(self, first: int, end: int) -> MeasuredLink:
         """Return a link as slow as the slowest ones along the ring of the blocks `first` to `end - 1`."""
         closing = self._network.between(self._blocks[end - 1][-1], self._blocks[first][0])
         found = (self._chain(first, end - 1), self._inside[end - 1], closing)

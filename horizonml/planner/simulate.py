@@ -40,7 +40,7 @@ from horizonml.planner.cost import (
 from horizonml.planner.outer import outer_cost
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Contention, Host, slowdown
-from horizonml.planner.tasks import LAST_PASSES, Task, TaskMaker
+from horizonml.planner.tasks import LAST_PASSES, SimulatedTask, TaskMaker
 
 _FROM = {Kind.FORWARD: True, Kind.BACKWARD: False, Kind.BACKWARD_INPUT: False}  # whether messages go to later stages
 _NOBODY = -1  # the machine number of an event that is not about cores
@@ -154,7 +154,9 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 class _Simulation:
     """Simulates one step of a plan."""
 
-    def __init__(self, problem: Problem, plan: Plan, tasks: dict[int, list[Task]], allowances: Sequence[float]) -> None:
+    def __init__(
+        self, problem: Problem, plan: Plan, tasks: dict[int, list[SimulatedTask]], allowances: Sequence[float]
+    ) -> None:
         self.spans: list[WorkSpan] = []
         self.messages: list[Transfer] = []
         self._problem, self._plan, self._tasks = problem, plan, tasks

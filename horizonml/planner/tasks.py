@@ -16,7 +16,7 @@ LAST_PASSES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # after these, a micro-batc
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SimulatedTask:
     """Pairs an action of one rank with its cost."""
 
     action: Action
@@ -47,7 +47,7 @@ class TaskMaker:
             for rank in stage.ranks:
                 yield rank, self._plan.stages_of(rank)
 
-    def tasks(self) -> dict[int, list[Task]]:
+    def tasks(self) -> dict[int, list[SimulatedTask]]:
         """Return every rank's tasks in their order, without those that cost nothing."""
         stages = self._plan.stages
         made: dict[int, dict[tuple[int, Kind, int], Costs]] = {rank: {} for rank in self.actions}
@@ -58,22 +58,22 @@ class TaskMaker:
                         made[rank][number, kind, size] = costs
         return {rank: list(self._listed(rank, made[rank])) for rank in made}
 
-    def _listed(self, rank: int, made: dict[tuple[int, Kind, int], Costs]) -> Iterator[Task]:
+    def _listed(self, rank: int, made: dict[tuple[int, Kind, int], Costs]) -> Iterator[SimulatedTask]:
         for action in self.actions[rank]:
             stage = self._plan.stages[action.stage]
             if action.kind in PASSES:
                 costs = made.get((action.stage, action.kind, self.sizes[action.micro]))
                 if costs is not None:
-                    yield Task(action, *costs)
+                    yield SimulatedTask(action, *costs)
             elif action.kind is Kind.REDUCE and len(stage.ranks) > 1 and not stage.sync.steps_alone:
-                yield Task(action)
+                yield SimulatedTask(action)
             elif action.kind is Kind.UPDATE:
                 profile = self._problem.profiles[rank]
                 work = trained_bytes(profile, stage) * profile.update_seconds_per_byte
                 if stage.sync.steps_alone:  # a member updates when it has worked on an equal part of a batch
                     work *= len(stage.ranks) * stage.shares[stage.ranks.index(rank)] / sum(stage.shares)
                 if work > 0:
-                    yield Task(action, work)
+                    yield SimulatedTask(action, work)
 
     def _passes(self, number: int, member: int, size: int) -> Iterator[tuple[Kind, Costs]]:
         """Yield the costs of a member's passes of a micro-batch of `size`, or nothing if it has no rows of it.

@@ -28,7 +28,7 @@ _SAME = 0.005  # a step time that differs by less is the same
 
 
 @dataclass(frozen=True)
-class Answer:
+class WhatIfAnswer:
     """Holds the present plan, and the one that is predicted to be best after the changes."""
 
     planning: Planning
@@ -58,7 +58,7 @@ class Answer:
         return [one.text for one in explain(evaluator, self.found, self.changed.names, Told.WHAT_IF)]
 
 
-def plan_again(planning: Planning, changes: Changes, strategy: str | None, seconds: float) -> Answer:
+def plan_again(planning: Planning, changes: Changes, strategy: str | None, seconds: float) -> WhatIfAnswer:
     """Return what the planner makes of a run's devices and links after some changes, within so many `seconds`.
 
     The strategy is the job's own unless another one is asked for, or unless it fixes what the changes make impossible.
@@ -101,7 +101,7 @@ def plan_again(planning: Planning, changes: Changes, strategy: str | None, secon
         ) from None
     present = judge(problem, planning.plan)
     notes += _doubts(planning, problem, changed, present, found)
-    return Answer(
+    return WhatIfAnswer(
         planning, problem, changed, present, found, job.parallel.strategy, tuple(notes), time.monotonic() - began
     )
 
@@ -162,7 +162,7 @@ def _doubts(planning: Planning, problem: Problem, changed: Changed, present: Can
     return notes
 
 
-def _devices(answer: Answer) -> list[str]:
+def _devices(answer: WhatIfAnswer) -> list[str]:
     """Return which devices go, and which come."""
     names, origins = answer.planning.names, answer.changed.origins
     lines = []
@@ -175,7 +175,7 @@ def _devices(answer: Answer) -> list[str]:
     return lines
 
 
-def _work(answer: Answer) -> list[str]:
+def _work(answer: WhatIfAnswer) -> list[str]:
     """Return how the plan itself differs, device by device."""
     before, after, names = answer.present.plan, answer.found.plan, answer.changed.names
     lines = []

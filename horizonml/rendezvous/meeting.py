@@ -15,7 +15,7 @@ import torch
 from horizonml import __version__
 from horizonml.errors import RendezvousError
 from horizonml.machine.host import device_name, machine_id, seconds_up
-from horizonml.machine.network import Probe, route_to, use_interface
+from horizonml.machine.network import AddressProbe, route_to, use_interface
 from horizonml.machine.signals import Cancelled
 from horizonml.rendezvous.client import Client, Endpoint, ServiceError, ServiceRefuses, Unwanted
 from horizonml.rendezvous.identity import Identity
@@ -259,14 +259,14 @@ class _Links:
     """Tries the links for which this rank is left out, as long as the service says that it is."""
 
     def __init__(self) -> None:
-        self._probe: Probe | None = None
+        self._probe: AddressProbe | None = None
 
     def are_asked(self, status: GroupStatus) -> None:
         """Try those that the service names, and no others."""
         addresses = {address for one in status.held if one.own for address in one.probe}
         if self._probe is None or self._probe.addresses != addresses or not self._probe.silent:
             self.close()
-            self._probe = Probe(addresses) if addresses else None
+            self._probe = AddressProbe(addresses) if addresses else None
 
     def work(self) -> bool:
         """Return whether all of them have answered."""

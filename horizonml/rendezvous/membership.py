@@ -29,6 +29,7 @@ from horizonml.rendezvous.messages import (
     Farewell,
     Fingerprint,
     GetKeys,
+    JoinVerdict,
     Leave,
     Lost,
     Nothing,
@@ -36,7 +37,6 @@ from horizonml.rendezvous.messages import (
     Resume,
     SetKey,
     Unreached,
-    Verdict,
 )
 from horizonml.rendezvous.wire import Fields, fields_of, read
 from horizonml.text import printable
@@ -306,7 +306,7 @@ class Membership:
 
 
 def take_place(
-    number: int, own: Fingerprint, found: Verdict, endpoint: Endpoint, client: Client, beats: int
+    number: int, own: Fingerprint, found: JoinVerdict, endpoint: Endpoint, client: Client, beats: int
 ) -> Membership:
     """Return the membership of the rank of a join that has become a member, and start its heartbeat."""
     now_in = replace(own, generation=found.generation, group_size=len(found.members))

@@ -235,7 +235,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenNumber:
     """A rank number that a process was given, and the world size of the run that it joins."""
 
     rank: Rank
@@ -246,11 +246,11 @@ class Given:
 class Number:
     """The answer to `Ask`: no number as long as it is not clear who is there."""
 
-    number: Given | None = None
+    number: GivenNumber | None = None
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JoinVerdict:
     """What has become of a join: its place in a group that has formed, unless it was refused or the job is complete."""
 
     generation: Generation = 0
@@ -325,7 +325,7 @@ class BeatAnswer:
     """The answer to a sign of life."""
 
     status: GroupStatus
-    verdict: Verdict | None = None
+    verdict: JoinVerdict | None = None
     ended: Ended | None = None
 
 

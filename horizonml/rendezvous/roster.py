@@ -38,7 +38,7 @@ from horizonml.rendezvous.messages import (
     Ended,
     Farewell,
     Fingerprint,
-    Given,
+    GivenNumber,
     HeldBack,
     Lost,
     NumberRequest,
@@ -154,7 +154,7 @@ class Roster:
             self._end(str(lost), [lost], now)
         return True
 
-    def give_number(self, ask: NumberRequest, now: float) -> Given | None:
+    def give_number(self, ask: NumberRequest, now: float) -> GivenNumber | None:
         """Return a rank number for a process, or None as long as it is not clear who is there.
 
         Raises ValueError if all numbers are in use.
@@ -171,7 +171,7 @@ class Roster:
                 f"the run takes at most {ask.most} ranks (parallel.max_workers), and all their numbers are in use"
             )
         world_size = next((one.world_size for one in members if one.digest == ask.digest), ask.world_size)
-        return Given(rank, world_size)
+        return GivenNumber(rank, world_size)
 
     def keep_number(self, rank: int, process: tuple[str, int], now: float, seconds: float) -> bool:
         """Keep a rank number for a process for some seconds, and return whether it can have it."""

@@ -44,6 +44,7 @@ from horizonml.rendezvous.messages import (
     GroupStatus,
     HeldBack,
     Join,
+    JoinVerdict,
     Leave,
     Nothing,
     Number,
@@ -51,7 +52,6 @@ from horizonml.rendezvous.messages import (
     Resume,
     SetKey,
     Unreached,
-    Verdict,
 )
 from horizonml.rendezvous.roster import Over, Roster
 from horizonml.rendezvous.roster import Verdict as Judgement
@@ -348,10 +348,10 @@ class Service:
                 self._groups.setdefault(verdict.generation, {})[verdict.members[rank].rank] = number
 
 
-def _verdict_for(number: int, verdict: Judgement) -> Verdict:
+def _verdict_for(number: int, verdict: Judgement) -> JoinVerdict:
     if isinstance(verdict, Formed):
-        return Verdict(verdict.generation, verdict.joins.index(number), verdict.members)
-    return Verdict(complete=True) if isinstance(verdict, Complete) else Verdict(refused=verdict.reason)
+        return JoinVerdict(verdict.generation, verdict.joins.index(number), verdict.members)
+    return JoinVerdict(complete=True) if isinstance(verdict, Complete) else JoinVerdict(refused=verdict.reason)
 
 
 def _own(peer: Peer) -> int:

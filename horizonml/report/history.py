@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from horizonml.telemetry.goodput import Goodput
-from horizonml.telemetry.record import EvaluationRecord, RecoveryRecord, Source, StepRecord
+from horizonml.telemetry.record import EvaluationRecord, RecoveryRecord, StateSource, StepRecord
 from horizonml.telemetry.run_info import RunInfo
 from horizonml.text import printable
 
@@ -32,7 +32,7 @@ class Stretch:
 
 
 @dataclass
-class Formed:
+class TrainedGroup:
     """A group that trained. Ranks are called by the numbers that they were started with."""
 
     generation: int
@@ -81,7 +81,7 @@ class Change:
     steps_repeated: int
     silent_seconds: float | None = None  # for which the lost ranks had been silent when that was noticed, if known
     recovery_seconds: float | None = None  # from then to the end of the next step, for the slowest survivor
-    source: Source | None = None  # where the state of the lost ranks came from
+    source: StateSource | None = None  # where the state of the lost ranks came from
     names: Mapping[int, str] = field(default_factory=dict)  # what the devices of all these ranks are called
 
 
@@ -103,7 +103,7 @@ def describe(change: Change) -> str:
 class History:
     """How the group of a run changed."""
 
-    attempts: list[list[Formed]] = field(default_factory=list)  # one each time the whole job was started
+    attempts: list[list[TrainedGroup]] = field(default_factory=list)  # one each time the whole job was started
     changes: list[Change] = field(default_factory=list)
     seconds: float = 0.0  # of all attempts
     goodput: float | None = None  # the share of these that faults and changes have not taken
@@ -131,7 +131,7 @@ class History:
 
 def history(files: Iterable[Sequence[Stretch]]) -> History:
     """Return how the group of a run changed, from the files of all ranks that were ever in it."""
-    attempts: list[list[Formed]] = []
+    attempts: list[list[TrainedGroup]] = []
     for group in _groups(part for file in files for part in file):
         if not attempts or group.generation <= attempts[-1][-1].generation:
             attempts.append([])
@@ -151,8 +151,8 @@ def history(files: Iterable[Sequence[Stretch]]) -> History:
     return History(attempts, changes, seconds, max(0.0, 1 - lost / seconds) if seconds > 0 else None)
 
 
-def _groups(parts: Iterable[Stretch]) -> Iterator[Formed]:
-    found: list[Formed] = []
+def _groups(parts: Iterable[Stretch]) -> Iterator[TrainedGroup]:
+    found: list[TrainedGroup] = []
     for part in sorted(parts, key=lambda part: part.about.time):
         if part.about.generation is None:
             continue  # written by a version that did not count groups
@@ -164,7 +164,7 @@ def _groups(parts: Iterable[Stretch]) -> Iterator[Formed]:
             and part.about.time - group.time < _FORMING_SECONDS
         ]
         if not same:
-            same = [Formed(part.about.generation, part.about.time)]
+            same = [TrainedGroup(part.about.generation, part.about.time)]
             found += same
         same[-1].parts[part.about.started_as] = part
     for group in found:
@@ -172,7 +172,7 @@ def _groups(parts: Iterable[Stretch]) -> Iterator[Formed]:
             yield group
 
 
-def _follow(account: Goodput, group: Formed) -> None:
+def _follow(account: Goodput, group: TrainedGroup) -> None:
     for line in group.done:
         if isinstance(line, StepRecord):
             account.step(line.step, line.wall, line.time)
@@ -180,7 +180,7 @@ def _follow(account: Goodput, group: Formed) -> None:
             account.got_on(line.time)
 
 
-def _change(old: Formed, new: Formed, stopped: float) -> Change:
+def _change(old: TrainedGroup, new: TrainedGroup, stopped: float) -> Change:
     # A rank that was only taken for lost records its own return, which says nothing about those that went on.
     told = [line for rank, part in new.parts.items() for line in part.recoveries if rank not in line.lost]
     lost = sorted({rank for line in told for rank in line.lost})
@@ -198,6 +198,6 @@ def _change(old: Formed, new: Formed, stopped: float) -> Change:
         steps_repeated=sum(step.step >= first for step in old.steps),
         silent_seconds=max(silent, default=None),
         recovery_seconds=max((line.seconds for line in told), default=None),
-        source=max((line.source for line in told), key=list(Source).index, default=None),
+        source=max((line.source for line in told), key=list(StateSource).index, default=None),
         names=names if len(set(names.values())) > 1 else {},
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from horizonml.errors import HorizonError
 from horizonml.planner.record import FILE, Planning, read_planning
-from horizonml.report.live_facts import MOST_NAME, Event, Member, RankFile, Series, State
+from horizonml.report.live_facts import MOST_NAME, Event, LiveRank, RankFile, RunState, Series
 from horizonml.telemetry.fields import Record
 from horizonml.telemetry.lifeline import is_alive
 from horizonml.telemetry.log import Tails
@@ -230,25 +230,25 @@ class LiveRun:
         return [printable(name, 100) for name in self.about.layers] if self.about is not None else []
 
     @property
-    def state(self) -> State:
+    def state(self) -> RunState:
         """Return whether the run goes on, and how it ended if it has."""
         lead = self._lead
         if lead is None:
-            return State.WAITING
+            return RunState.WAITING
         outcome = lead.end.outcome if lead.end is not None else None
         if outcome in _DONE:
-            return State.FINISHED
+            return RunState.FINISHED
         if outcome in _STOPPED:
-            return State.STOPPED
+            return RunState.STOPPED
         seen = [is_alive(self.folder, rank) for rank in self._files]
         alive = True if True in seen else False if False in seen else None
         if outcome == "failed" and not alive:
-            return State.FAILED
+            return RunState.FAILED
         silent = self._clock() - max(file.time for file in self._files.values())
         patience = max(_SILENT_SECONDS, _SILENT_STEPS * lead.seconds)
         if alive is False or (alive is None and silent > patience):
-            return State.LOST
-        return State.RUNNING if self.newest is not None else State.WAITING
+            return RunState.LOST
+        return RunState.RUNNING if self.newest is not None else RunState.WAITING
 
     @property
     def step(self) -> int:
@@ -290,7 +290,7 @@ class LiveRun:
     @property
     def seconds_left(self) -> float | None:
         """Return for how long the remaining steps take at the present speed, or None if that is not known."""
-        if self.state is not State.RUNNING or self.total_steps is None or self.step_seconds is None:
+        if self.state is not RunState.RUNNING or self.total_steps is None or self.step_seconds is None:
             return None
         return max(0, self.total_steps - self.step) * self.step_seconds
 
@@ -303,7 +303,7 @@ class LiveRun:
     # What is known of its ranks.
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[LiveRank]:
         """Return the ranks of the newest group, in order; those that record elsewhere as they have told rank 0."""
         found = self._members()
         stages = self.plan.stages
@@ -313,7 +313,7 @@ class LiveRun:
             held = tuple(number for number, stage in enumerate(stages) if rank in stage.ranks)
             slowdown = self.slowdowns[rank] if 0 <= rank < len(self.slowdowns) else None
             file = found.get(rank)
-            members.append(file.member(rank, held, slowdown) if file is not None else Member(rank, held, slowdown))
+            members.append(file.member(rank, held, slowdown) if file is not None else LiveRank(rank, held, slowdown))
         return members
 
     @property

@@ -24,7 +24,7 @@ MOST_NAME = 64  # characters of a device's name
 _revisions = itertools.count(1)
 
 
-class State(StrEnum):
+class RunState(StrEnum):
     """Tells whether a run goes on, and how it ended if it has."""
 
     WAITING = "waiting"  # no step is done yet
@@ -118,7 +118,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Member:
+class LiveRank:
     """A rank of the group that trains, with means over its last steps.
 
     A rank whose records are elsewhere has told rank 0 what is known of it, and may have told nothing yet.
@@ -176,11 +176,11 @@ class RankFile:
         """Return the seconds of a step."""
         return self.wall / len(self.steps) if self.steps else 0.0
 
-    def member(self, rank: int, stages: tuple[int, ...], slowdown: float | None) -> Member:
+    def member(self, rank: int, stages: tuple[int, ...], slowdown: float | None) -> LiveRank:
         """Return what is known of the rank."""
         about, machine, wall = self.about, self.about.machine, self.wall
         last = self.steps[-1] if self.steps else None
-        found = Member(
+        found = LiveRank(
             rank=rank,
             stages=stages,
             slowdown=slowdown,

@@ -51,7 +51,7 @@ class RankRecords:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """The ranks of the newest group that trained, in the order of their ranks in that group."""
 
     name: str
@@ -85,7 +85,7 @@ class Run:
         return self.lead.run.plan.stages
 
 
-def load_run(name: str, folder: Path) -> Run:
+def load_run(name: str, folder: Path) -> RecordedRun:
     """Read the records of a run. Raises HorizonError if there are none that can be used.
 
     Files are named by the rank that a process started as. When ranks were lost, or a run was resumed with other ranks,
@@ -107,7 +107,7 @@ def load_run(name: str, folder: Path) -> Run:
             members[number] = max(members.get(number, rank), rank, key=lambda one: one.run.time)
     for number, told in _elsewhere(members.get(0)):
         members.setdefault(number, told)
-    return Run(
+    return RecordedRun(
         name,
         [members[number] for number in sorted(members)],
         history(rank.stretches for rank, _ in loaded.values()),

@@ -26,9 +26,9 @@ from horizonml.report.charts import (
     seconds_axis,
     series_styles,
 )
-from horizonml.report.history import Change, Formed, History
-from horizonml.report.records import RankRecords, Run
-from horizonml.telemetry.record import Span
+from horizonml.report.history import Change, History, TrainedGroup
+from horizonml.report.records import RankRecords, RecordedRun
+from horizonml.telemetry.record import RecordedSpan
 from horizonml.text import count, human_seconds, percent
 
 _WORK = {
@@ -52,7 +52,7 @@ class _Plain(LogFormatter):
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
-def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
+def draw_learning_curves(runs: Mapping[str, RecordedRun]) -> Figure:
     """Draw training loss per step, and held-out loss and accuracy per evaluation.
 
     Language models have their perplexity in place of the accuracy, and the unigram baseline beside it.
@@ -99,7 +99,7 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
     return figure
 
 
-def _mark_baselines(axis: Axes, runs: Mapping[str, Run]) -> None:
+def _mark_baselines(axis: Axes, runs: Mapping[str, RecordedRun]) -> None:
     baselines = {run.lead.run.unigram for run in runs.values() if run.lead.run.unigram is not None}
     reached = {one.perplexity for run in runs.values() for one in run.evaluations if one.perplexity is not None}
     axis.set_ylim(0, 1.1 * max(baselines | reached))
@@ -109,7 +109,7 @@ def _mark_baselines(axis: Axes, runs: Mapping[str, Run]) -> None:
         axis.annotate(label, (0.98, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", size=9)
 
 
-def time_split(runs: Mapping[str, Run], path: Path) -> Path:
+def time_split(runs: Mapping[str, RecordedRun], path: Path) -> Path:
     """Draw where the time of an average step goes, for every rank of several runs, and return the path."""
     widths = [len(run.ranks) + 1 for run in runs.values()]
     everyone = [rank for run in runs.values() for rank in run.ranks]
@@ -137,7 +137,7 @@ def time_split(runs: Mapping[str, Run], path: Path) -> Path:
     return save(figure, path)
 
 
-def timeline(name: str, run: Run, path: Path) -> Path | None:
+def timeline(name: str, run: RecordedRun, path: Path) -> Path | None:
     """Draw one step of a pipeline, rank by rank, with its micro-batches and its bubbles.
 
     Return the path, or None if no step was recorded.
@@ -154,7 +154,7 @@ def timeline(name: str, run: Run, path: Path) -> Path | None:
     return save(figure, path)
 
 
-def recorded_step(run: Run) -> int | None:
+def recorded_step(run: RecordedRun) -> int | None:
     """Return the most usual of the steps of which every rank recorded what it did when."""
     common = set.intersection(*({line.step for line in rank.timelines} for rank in run.ranks))
     walls = {step.step: step.wall for step in run.lead.settled}
@@ -162,7 +162,7 @@ def recorded_step(run: Run) -> int | None:
     return min(common, key=lambda number: (abs(walls.get(number, math.inf) - usual), -number), default=None)
 
 
-def draw_timeline(axis: Axes, run: Run, number: int, labels: Sequence[str]) -> set[str]:
+def draw_timeline(axis: Axes, run: RecordedRun, number: int, labels: Sequence[str]) -> set[str]:
     """Draw a recorded step, a row for each rank, and return the names of the work that was computed in it."""
     rows = [next(line.spans for line in rank.timelines if line.step == number) for rank in run.ranks]
     start = min(spans[0].begin for spans in rows)
@@ -194,10 +194,10 @@ def predicted(plan: Plan, prediction: Prediction, names: Sequence[str], path: Pa
     axis = figure.subplots()
     axis.set_xlim(0, 1000 * prediction.seconds)
     for span in prediction.spans:
-        line = Span("compute", span.kind, span.micro, span.begin, span.end)
+        line = RecordedSpan("compute", span.kind, span.micro, span.begin, span.end)
         _draw_span(axis, order.index(span.rank), line, lane=(-0.12, 0.5))
     for sender, _, begin, end in prediction.messages:
-        _draw_span(axis, order.index(sender), Span("transfer", "send", -1, begin, end), lane=(0.26, 0.18))
+        _draw_span(axis, order.index(sender), RecordedSpan("transfer", "send", -1, begin, end), lane=(0.26, 0.18))
     labels = []
     for rank in order:
         if rank in plan.spare:
@@ -231,7 +231,7 @@ def _rank_label(rank: RankRecords) -> str:
     return f"{name} (stage {rank.run.stage})" if len(rank.run.plan.stages) > 1 else name
 
 
-def _draw_span(axis: Axes, row: int, span: Span, lane: tuple[float, float] = (0.0, 0.7)) -> None:
+def _draw_span(axis: Axes, row: int, span: RecordedSpan, lane: tuple[float, float] = (0.0, 0.7)) -> None:
     """Draw what a rank did, in milliseconds; `lane` is its place within the row, and its height."""
     kind, what, micro, begin, end = span.kind, span.what, span.micro, 1000 * span.begin, 1000 * span.end
     low, high = axis.get_xlim()
@@ -251,7 +251,7 @@ _LOST, _JOINED, _THERE = "#000000", "#009E73", "#56B4E9"
 _WINDOW = 8  # steps over which the loss is averaged
 
 
-def draw_changes(name: str, run: Run) -> Figure:
+def draw_changes(name: str, run: RecordedRun) -> Figure:
     """Draw the run over time, with every change of its group.
 
     Of a job that was started several times, it is the newest time in which ranks changed.
@@ -282,10 +282,10 @@ def mark_steps(axis: Axes, found: Sequence[Change]) -> list[Artist]:
     return _marks(found)
 
 
-def _newest(history: History) -> tuple[list[Formed], list[Change]]:
+def _newest(history: History) -> tuple[list[TrainedGroup], list[Change]]:
     """Return the groups of the newest attempt in which the group changed, and its changes."""
     ends = 0
-    chosen: tuple[list[Formed], list[Change]] = ([], [])
+    chosen: tuple[list[TrainedGroup], list[Change]] = ([], [])
     for groups in history.attempts:
         begins, ends = ends, ends + len(groups) - 1
         if ends > begins:
@@ -327,7 +327,7 @@ def _legend(found: Sequence[Change]) -> list[Artist]:
     return [*_marks(found), Patch(color=_STOPPED, label="no steps"), Patch(color=_THERE, label="rank is in the group")]
 
 
-def _draw_steps(wall: Axes, loss: Axes, groups: Sequence[Formed], begin: float) -> None:
+def _draw_steps(wall: Axes, loss: Axes, groups: Sequence[TrainedGroup], begin: float) -> None:
     for group in groups:
         times = [step.time - begin for step in group.steps]
         wall.plot(times, [step.wall for step in group.steps], ".", color="#222222", markersize=2.5, alpha=0.5)
@@ -348,7 +348,7 @@ def _mean(values: Sequence[float]) -> list[float]:
 
 
 def _draw_ranks(
-    axis: Axes, groups: Sequence[Formed], found: Sequence[Change], ranks: Sequence[int], begin: float
+    axis: Axes, groups: Sequence[TrainedGroup], found: Sequence[Change], ranks: Sequence[int], begin: float
 ) -> None:
     """Draw a bar for as long as a rank is in the group, and a cross where it is lost."""
     rows = {rank: row for row, rank in enumerate(ranks)}

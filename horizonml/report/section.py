@@ -17,14 +17,14 @@ from horizonml import __version__
 from horizonml.engine.clock import KINDS
 from horizonml.files import write_atomically, writing
 from horizonml.report.history import Change, describe
-from horizonml.report.records import RankRecords, Run
+from horizonml.report.records import RankRecords, RecordedRun
 from horizonml.report.summary import MEDIANS, Summary, traffic
-from horizonml.telemetry.record import Source
+from horizonml.telemetry.record import StateSource
 from horizonml.text import human_bytes, human_seconds, percent, printable
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """A table of text."""
 
     title: str
@@ -48,9 +48,9 @@ class Section:
     title: str
     setting: str  # what was run, and where
     findings: list[str] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
+    tables: list[ReportTable] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
-    brief: Table | None = None  # what fits a terminal
+    brief: ReportTable | None = None  # what fits a terminal
 
 
 def _median(name: str, summary: Summary) -> str:
@@ -101,10 +101,10 @@ NOTE = (
 )
 
 SOURCES = {
-    Source.MEMORY: "memory of the others",
-    Source.REPLICA: "replica",
-    Source.DISK: "checkpoint",
-    Source.START: "nowhere: begun again",
+    StateSource.MEMORY: "memory of the others",
+    StateSource.REPLICA: "replica",
+    StateSource.DISK: "checkpoint",
+    StateSource.START: "nowhere: begun again",
 }
 _CHANGES_NOTE = (
     "Ranks are called by the numbers that they were started with. A loss is noticed after the time for which the rank "
@@ -130,14 +130,14 @@ def number_rows(summaries: Mapping[str, Summary]) -> list[list[str]]:
     return [[label, *(show(one) for one in summaries.values())] for label, show in columns.items()]
 
 
-def changes_table(runs: Mapping[str, Run]) -> Table | None:
+def changes_table(runs: Mapping[str, RecordedRun]) -> ReportTable | None:
     """Return a table of the ranks that were lost and joined, or None if there were none."""
     rows = [[name, *_change_cells(change)] for name, run in runs.items() for change in run.history.changes]
     header = [
         "", "what happened", "at step", "ranks then", "noticed after", "stepping again after", "no steps for",
         "state taken from", "steps repeated",
     ]  # fmt: skip
-    return Table("Ranks lost and joined", header, rows, _CHANGES_NOTE) if rows else None
+    return ReportTable("Ranks lost and joined", header, rows, _CHANGES_NOTE) if rows else None
 
 
 def _change_cells(change: Change) -> list[str]:
@@ -154,7 +154,7 @@ def _change_cells(change: Change) -> list[str]:
     ]
 
 
-def rank_tables(runs: Mapping[str, Run]) -> list[Table]:
+def rank_tables(runs: Mapping[str, RecordedRun]) -> list[ReportTable]:
     """Return tables of what every rank did and held, and of what it sent over every link."""
     ranks = [[name, *_rank_cells(rank)] for name, run in runs.items() for rank in run.ranks]
     header = ["", "rank", "device", "stage", *KINDS, "CPU cores", "memory, mean", "memory, peak"]
@@ -163,9 +163,9 @@ def rank_tables(runs: Mapping[str, Run]) -> list[Table]:
         for name, run in runs.items()
         for link in traffic(run)
     ]
-    tables = [Table("Rank by rank", header, ranks)]
+    tables = [ReportTable("Rank by rank", header, ranks)]
     if links:
-        tables.append(Table("Bytes on every link", ["", "rank", "to", "sent per step", "sent per second"], links))
+        tables.append(ReportTable("Bytes on every link", ["", "rank", "to", "sent per step", "sent per second"], links))
     return tables
 
 
@@ -254,7 +254,7 @@ def _figure(picture: Picture) -> str:
     )
 
 
-def _table(table: Table) -> str:
+def _table(table: ReportTable) -> str:
     escape = html.escape
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.header)
     rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)

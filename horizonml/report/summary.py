@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from horizonml.engine.clock import KINDS
-from horizonml.report.records import Run
+from horizonml.report.records import RecordedRun
 from horizonml.telemetry.record import SHOWN, StepRecord
 
 _PARTS = 5  # a run with fewer than three epochs is judged by as many parts of equal length
@@ -72,7 +72,7 @@ class Traffic:
     bytes_per_second: float
 
 
-def summarise(run: Run) -> Summary:
+def summarise(run: RecordedRun) -> Summary:
     """Return the run's numbers: its last evaluation, its median speed, and sums over its ranks."""
     lead, plan = run.lead, run.lead.run.plan
     epochs = _by_epoch(run.steps)
@@ -137,7 +137,7 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def traffic(run: Run) -> Iterator[Traffic]:
+def traffic(run: RecordedRun) -> Iterator[Traffic]:
     """Yield what every rank sends, link by link."""
     for rank in run.ranks:
         seconds = sum(step.wall for step in rank.settled)

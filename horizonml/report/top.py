@@ -17,26 +17,26 @@ from rich.text import Text
 from horizonml.engine.clock import KINDS
 from horizonml.planner.record import Planning
 from horizonml.report.live import LiveRun
-from horizonml.report.live_facts import Member, State
+from horizonml.report.live_facts import LiveRank, RunState
 from horizonml.telemetry.record import metric_text
 from horizonml.telemetry.run_info import StageFacts
 from horizonml.text import human_bytes, human_seconds, printable
 
 _COLOURS = {"compute": "green", "transfer": "yellow", "wait": "bright_black"}
 _STATES = {
-    State.WAITING: "yellow",
-    State.RUNNING: "green",
-    State.FINISHED: "blue",
-    State.STOPPED: "yellow",
-    State.FAILED: "red",
-    State.LOST: "red",
+    RunState.WAITING: "yellow",
+    RunState.RUNNING: "green",
+    RunState.FINISHED: "blue",
+    RunState.STOPPED: "yellow",
+    RunState.FAILED: "red",
+    RunState.LOST: "red",
 }
 _DIRECTIONS = {"previous": "stage before", "next": "stage after", "members": "same stage"}
 _LEAST_WIDTH = 40
 
 
 @dataclass(frozen=True)
-class Characters:
+class ScreenCharacters:
     """The characters that bars and curves are drawn with."""
 
     bar: tuple[str, str, str]  # compute, transfer, wait
@@ -45,12 +45,12 @@ class Characters:
     dot: str  # separates
 
 
-UNICODE = Characters(("█", "▓", "░"), "▁▂▃▄▅▆▇█", "…", " · ")
-ASCII = Characters(("#", "=", "."), "_.-=*#", "~", " | ")
+UNICODE = ScreenCharacters(("█", "▓", "░"), "▁▂▃▄▅▆▇█", "…", " · ")
+ASCII = ScreenCharacters(("#", "=", "."), "_.-=*#", "~", " | ")
 
 
 @dataclass(frozen=True)
-class Section:
+class ScreenSection:
     """Some lines below a heading; where there is no room for all, the last ones are left out."""
 
     heading: str
@@ -59,16 +59,16 @@ class Section:
     newest_last: bool = False  # whether the first lines are left out instead
 
 
-def frame(run: LiveRun, width: int = 80, height: int | None = None, chars: Characters = UNICODE) -> list[Text]:
+def frame(run: LiveRun, width: int = 80, height: int | None = None, chars: ScreenCharacters = UNICODE) -> list[Text]:
     """Return how a run stands, as lines of at most `width` columns; at most `height` of them, if that is given."""
     width = max(_LEAST_WIDTH, width)
     head = _head(run, width, chars)
     members = run.members
     sections = [
-        Section(_ranks_heading(chars), [_rank(one, width, chars) for one in members], 4),
-        Section("plan", [_stage(n, stage, run, width) for n, stage in enumerate(run.plan.stages)], 3),
-        Section("links", _links(members, run.planning), 2),
-        Section("events", [_event(one.time, one.text) for one in run.events], 2, newest_last=True),
+        ScreenSection(_ranks_heading(chars), [_rank(one, width, chars) for one in members], 4),
+        ScreenSection("plan", [_stage(n, stage, run, width) for n, stage in enumerate(run.plan.stages)], 3),
+        ScreenSection("links", _links(members, run.planning), 2),
+        ScreenSection("events", [_event(one.time, one.text) for one in run.events], 2, newest_last=True),
     ]
     sections = [section for section in sections if section.lines]
     room = None if height is None else height - len(head)
@@ -79,7 +79,7 @@ def frame(run: LiveRun, width: int = 80, height: int | None = None, chars: Chara
     return lines if height is None else lines[:height]
 
 
-def _fitted(sections: Sequence[Section], room: int | None, chars: Characters) -> list[Text]:
+def _fitted(sections: Sequence[ScreenSection], room: int | None, chars: ScreenCharacters) -> list[Text]:
     """Return the lines of the sections that have room, each section with its heading and as many as it should show."""
     wanted = [len(section.lines) for section in sections]
     if room is not None:
@@ -105,7 +105,7 @@ def _fitted(sections: Sequence[Section], room: int | None, chars: Characters) ->
     return lines
 
 
-def _head(run: LiveRun, width: int, chars: Characters) -> list[Text]:
+def _head(run: LiveRun, width: int, chars: ScreenCharacters) -> list[Text]:
     """Return what the run is, how far it is, and how well it does."""
     state, step, total, epochs = run.state, run.newest, run.total_steps, run.total_epochs
     title = Text(_short(run.name, max(12, width - 66), chars), style="bold")
@@ -153,11 +153,11 @@ def sparkline(values: Sequence[float], width: int, levels: str = UNICODE.levels)
     return "".join(levels[round((mean - low) * scale)] if abs(mean) < float("inf") else "?" for mean in means)
 
 
-def _ranks_heading(chars: Characters) -> str:
+def _ranks_heading(chars: ScreenCharacters) -> str:
     return "ranks   " + "  ".join(f"{sign} {kind}" for sign, kind in zip(chars.bar, KINDS, strict=True))
 
 
-def _rank(member: Member, width: int, chars: Characters) -> Text:
+def _rank(member: LiveRank, width: int, chars: ScreenCharacters) -> Text:
     """Return a line about one rank: its machine, where its time goes, and what it takes."""
     room = 12 if width < 100 else 24
     stages = ",".join(map(str, member.stages)) or "-"
@@ -204,7 +204,7 @@ def _stage(number: int, stage: StageFacts, run: LiveRun, width: int) -> Text:
     return Text(text)
 
 
-def _links(members: Sequence[Member], planning: Planning | None) -> list[Text]:
+def _links(members: Sequence[LiveRank], planning: Planning | None) -> list[Text]:
     """Return what each rank sends and receives, and how fast the links are, as far as they were measured."""
     lines = []
     for member in members:
@@ -238,17 +238,17 @@ def _event(when: float, text: str) -> Text:
     return Text(f"{moment}  {printable(text, 200)}")
 
 
-def _fit(text: str, width: int, chars: Characters) -> str:
+def _fit(text: str, width: int, chars: ScreenCharacters) -> str:
     return (
         text + " " * (width - cell_len(text)) if cell_len(text) <= width else set_cell_size(text, width - 1) + chars.cut
     )
 
 
-def _short(text: str, width: int, chars: Characters) -> str:
+def _short(text: str, width: int, chars: ScreenCharacters) -> str:
     return text if cell_len(text) <= width else _fit(text, width, chars)
 
 
-def _cut(line: Text, width: int, chars: Characters) -> None:
+def _cut(line: Text, width: int, chars: ScreenCharacters) -> None:
     if cell_len(line.plain) > width:
         line.truncate(width - 1)
         line.append(chars.cut)

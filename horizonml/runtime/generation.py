@@ -51,7 +51,7 @@ from horizonml.runtime.trainer import train
 from horizonml.runtime.unreadable import find_unreadable
 from horizonml.state.carry import Digests, digests_of, hand_over, share_state
 from horizonml.state.checkpoint import Arrival, Checkpoints, compatible_with
-from horizonml.state.disks import Probe, find_disks
+from horizonml.state.disks import DiskProbe, find_disks
 from horizonml.state.follow import Following, needs, room_for
 from horizonml.state.mirror import Mirror
 from horizonml.state.resume import ShardsAway, agree_on_state
@@ -299,7 +299,7 @@ class Generation:
     def _set_aside(self, checkpoints: Checkpoints | None) -> None:
         """Move an earlier run away, now that data, model and plan are known to work. Raises JobError on all ranks."""
         life, group = self.life, self.group
-        probe = Probe(life.job.run_folder)
+        probe = DiskProbe(life.job.run_folder)
         leads = find_disks(probe, group.gather_json(probe.token, text), group).leads
 
         def move() -> str | None:

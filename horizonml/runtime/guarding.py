@@ -37,7 +37,7 @@ from horizonml.engine.session import Session
 from horizonml.errors import Diverged
 from horizonml.job.schema import Job
 from horizonml.plan.execution import Execution
-from horizonml.plan.lossy import LINK, PRECISION, SUMS, Choice, Setting, Tried
+from horizonml.plan.lossy import LINK, PRECISION, SUMS, LossyChoice, Setting, Tried
 from horizonml.plan.plan import Plan
 from horizonml.planner.choose import is_better, with_objective
 from horizonml.planner.evaluator import Evaluator
@@ -221,7 +221,7 @@ class Trial:
                 texts.append((str(changed) if changed is not None else f"not: {choice}") + effect)
         return setting, ", ".join(texts)
 
-    def _errors(self, setting: Setting) -> dict[Choice, float]:
+    def _errors(self, setting: Setting) -> dict[LossyChoice, float]:
         """Return by how much each lossy choice alone changes the gradients of the next batch, relative to their norm.
 
         The errors of sums are those of one step, without error feedback.
@@ -251,9 +251,9 @@ def _square(tensor: torch.Tensor) -> float:
     return float(tensor.to("cpu", torch.float64).square().sum())
 
 
-def _list(choices: list[Choice]) -> str:
+def _list(choices: list[LossyChoice]) -> str:
     """Return choices in words, with the same choices of several stages as one."""
-    alike: dict[tuple[str, str], list[Choice]] = {}
+    alike: dict[tuple[str, str], list[LossyChoice]] = {}
     for choice in choices:
         alike.setdefault((choice.kind, choice.value), []).append(choice)
     texts = []

@@ -31,7 +31,7 @@ from horizonml.runtime.life import Life
 from horizonml.runtime.recording import device_facts
 from horizonml.runtime.restore import Copies
 from horizonml.runtime.stragglers import Decision
-from horizonml.state.checkpoint import Arrival, Found
+from horizonml.state.checkpoint import Arrival, FoundCheckpoints
 from horizonml.state.resume import Memory
 from horizonml.state.runfolder import foreign
 from horizonml.state.train_state import TrainState
@@ -60,7 +60,7 @@ class Introduction:
     cutting: Annotated[Cutting, AsJson(Cutting)] | None  # how the model is cut, if that is proven
     memory: Memory
     copies: Copies | None  # of other ranks' state
-    found: Found | None  # in the folder of checkpoints
+    found: FoundCheckpoints | None  # in the folder of checkpoints
     newest_checkpoint: int | None
     threads: Annotated[int, Field(ge=1, le=_MOST_THREADS)] | None
     execution: Execution | None

@@ -67,7 +67,7 @@ def train_as_rank(
             from horizonml.rendezvous.meeting import ask_rank
             from horizonml.runtime.worker import Worker, settings_for
             from horizonml.telemetry.metrics import Metrics
-            from horizonml.telemetry.server import Server
+            from horizonml.telemetry.server import MetricsServer
 
         if isinstance(identity, str):
             assert endpoint is not None
@@ -82,7 +82,7 @@ def train_as_rank(
         own, server = Metrics(identity.rank), None
         if metrics is not None:
             host, port = metrics
-            server = Server(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
+            server = MetricsServer(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
         # The launcher ends all ranks when one is lost; elsewhere something will restart the lost rank.
         worker = Worker(job, identity, endpoint, own, stop, observer)
         outcome = worker.run(fresh, rejoin=TOGETHER not in os.environ)

@@ -41,7 +41,7 @@ from horizonml.state.resume import Recovery
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import Batch
-from horizonml.telemetry.record import Source
+from horizonml.telemetry.record import StateSource
 from horizonml.text import human_bytes
 
 Say = Callable[[str], None]  # tells the user, on rank 0
@@ -291,13 +291,13 @@ def recover(
     started_as: list[int],
     copies: Sequence[Copies | None],
     say: Say,
-) -> tuple[Source | None, frozenset[int]]:
+) -> tuple[StateSource | None, frozenset[int]]:
     """Bring the state that ranks have in memory to a plan; all ranks of the group call this, with all ranks' copies.
 
     `started_as` are the ranks as they were started. Return where the state was taken from, or None if it is not
     complete, and the ranks that are to follow the others until they have it, too. Raises PeerLost.
     """
-    state, source = life.state, Source.MEMORY
+    state, source = life.state, StateSource.MEMORY
     assert state is not None
     if found.missing:
         rebuilt = rebuild(life.job, info, state, life.last, found, group, started_as, copies)
@@ -305,7 +305,7 @@ def recover(
             say(f"the state of step {found.step} cannot be completed without the lost ranks: {rebuilt}")
             state.drop()
             return None, frozenset()
-        found, source = rebuilt, Source.REPLICA
+        found, source = rebuilt, StateSource.REPLICA
     if state.parts:
         state.keep([])  # parts of a group that is over are no layers
     moves = senders(found.holders, plan)
@@ -408,9 +408,9 @@ def restore(
     checkpoints: Checkpoints | None,
     first: bool,
     anew: bool,
-    source: Source | None,
+    source: StateSource | None,
     say: Say,
-) -> Source | None:
+) -> StateSource | None:
     """Restore the state from a checkpoint, or bring it to the beginning. Raises HorizonError.
 
     `source` says where it has been taken from already, if it has. A run that starts `anew` takes no checkpoint of the
@@ -418,7 +418,7 @@ def restore(
     """
     if source is None:
         found = _from_disk(life, session, checkpoints, first, anew, say)
-        source = None if first else Source.DISK if found else Source.START
+        source = None if first else StateSource.DISK if found else StateSource.START
     life.begun, life.awaited = True, None
     return source
 

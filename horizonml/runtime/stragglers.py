@@ -19,7 +19,7 @@ import torch
 from horizonml.comm.expected import AsJson, fields, instance, number, optional, plain, text
 from horizonml.comm.group import Group, TreeSum
 from horizonml.machine.accelerator import computing
-from horizonml.machine.condition import Condition, State
+from horizonml.machine.condition import Condition, Slowdown
 from horizonml.plan.plan import Plan
 from horizonml.planner.choose import is_better, with_objective
 from horizonml.planner.evaluator import Candidate, Evaluator
@@ -220,7 +220,7 @@ class StragglerDetector:
         """Return what all ranks measured since the last comparison; all ranks call this after the same step."""
         group, ranks = self._group, self._group.world_size
         told = self._condition is not None and self._condition.changed()
-        state = self._condition.tell(told) if self._condition is not None else State()
+        state = self._condition.tell(told) if self._condition is not None else Slowdown()
         vector = torch.zeros(4 * ranks + 1, dtype=torch.float64)
         own = vector[: 4 * ranks].view(4, ranks)[:, group.rank]
         own[0] = statistics.median(self._measured) if self._measured else 0.0

@@ -17,11 +17,11 @@ from horizonml.comm.expected import fields, mapping, measure, whole
 from horizonml.comm.group import Group
 from horizonml.data.dataset import Data, DataBatch
 from horizonml.data.loading import Ahead
-from horizonml.data.needs import Needs
+from horizonml.data.needs import NeededRows
 from horizonml.data.sampler import Sampler, sampler_for
 from horizonml.data.seeds import name_seed
 from horizonml.data.workers import Workers, workers_for
-from horizonml.engine.clock import Step
+from horizonml.engine.clock import StepResult
 from horizonml.engine.session import Trainer
 from horizonml.errors import CheckpointError, Diverged, JobError, PeerLost
 from horizonml.files import cache_folder
@@ -108,7 +108,7 @@ class _Loop:
     def _ahead(self, batches: Callable[[int], DataBatch], count: int, training: bool) -> Ahead:
         spec, session = self.job.data, self.session
 
-        def needs(size: int) -> Needs:
+        def needs(size: int) -> NeededRows:
             return session.needs(size, training)
 
         return Ahead(batches, range(count), needs, self.workers, self.data.info, spec.prefetch, spec.memory)
@@ -188,7 +188,7 @@ class _Loop:
             self._save(self.checkpoints, done, stopping=False, best=best)
         return evaluating or saving
 
-    def _step(self) -> Step:
+    def _step(self) -> StepResult:
         done = self.state.step
         epoch = done // self.per_epoch
         batch = self.batches.take(done)
@@ -233,7 +233,7 @@ class _Loop:
                 "ends the run at once"
             )
 
-    def _all_have_caught_up(self, step: Step, ends: bool, best: bool) -> bool:
+    def _all_have_caught_up(self, step: StepResult, ends: bool, best: bool) -> bool:
         """Return whether all ranks hold their state now; wait for that if none may follow any longer. Raises PeerLost.
 
         That is so if a follower has no room for more gradients, and if training `ends` or this is the `best` step: all
@@ -293,7 +293,7 @@ class _Loop:
                 f"the best checkpoint is that of step {found.step}, with {found.metric} {found.value:.4f}"
             )
 
-    def _has_better_plan(self, step: Step, done: int) -> bool:
+    def _has_better_plan(self, step: StepResult, done: int) -> bool:
         if self.watch is None:
             return False
         self.watch.note(step.compute)

@@ -15,13 +15,13 @@ from dataclasses import replace
 from ipaddress import ip_address
 
 from horizonml.comm.group import Group
-from horizonml.comm.tunnel.client import Links, Peer, Tunnel, TunnelGone, link_port
+from horizonml.comm.tunnel.client import Links, Tunnel, TunnelGone, TunnelPeer, link_port
 from horizonml.comm.work import Moves
 from horizonml.errors import HorizonError, PeerLost, RendezvousError, is_out_of_memory
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
 from horizonml.machine.host import device_name, machine_id
-from horizonml.machine.network import Probe
+from horizonml.machine.network import AddressProbe
 from horizonml.machine.resources import keep_freed_memory, raise_descriptor_limit
 from horizonml.machine.signals import Cancelled, StopRequest
 from horizonml.rendezvous.client import Endpoint
@@ -90,7 +90,7 @@ class Linking:
                 "Let it do less beside the training, or start fewer ranks on it, and start this one again"
             ) from error
         self._failed = False
-        return Links([Peer(one.host_id, one.address, one.link_port) for one in members], tunnel)
+        return Links([TunnelPeer(one.host_id, one.address, one.link_port) for one in members], tunnel)
 
     def _open(self, token: Token, place: tuple[str, int]) -> Tunnel:
         """Return the tunnel, which serves at this place. Raises SecurityError, TunnelGone."""
@@ -175,7 +175,7 @@ class LinkWatch(threading.Thread):
 
     def _silent(self, seen: int) -> list[int]:
         """Return the ranks that do not answer, as long as no message comes."""
-        probe, until = Probe(self._ranks.values()), time.monotonic() + _PROBE_SECONDS
+        probe, until = AddressProbe(self._ranks.values()), time.monotonic() + _PROBE_SECONDS
         try:
             while probe.silent and self._moves.count == seen and not self._over.wait(_LOOK_SECONDS):
                 if time.monotonic() >= until:

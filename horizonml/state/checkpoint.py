@@ -31,7 +31,7 @@ from horizonml.models.zoo import Model
 from horizonml.plan.lossy import tried_from
 from horizonml.plan.plan import Plan
 from horizonml.state.carry import digests_of, memory_here, share_state
-from horizonml.state.disks import Probe, Snapshot, Token, find_disks, take
+from horizonml.state.disks import DiskProbe, Snapshot, Token, find_disks, take
 from horizonml.state.resume import Resumption
 from horizonml.state.runfolder import Fence, Term
 from horizonml.state.saver import Background, Saver, clean
@@ -54,7 +54,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoints:
     """What a rank has found in the folder of checkpoints, before its group has agreed on anything."""
 
     token: Token
@@ -66,10 +66,10 @@ class Arrival:
     """Looks at the folder of checkpoints as a rank comes to a group, which announces itself there later."""
 
     def __init__(self, folder: Path) -> None:
-        self.probe, self.fence = Probe(folder), Fence(folder)
+        self.probe, self.fence = DiskProbe(folder), Fence(folder)
         there = [*steps(folder), *(old.with_name(old.name.removeprefix(".old-")) for old in folder.glob(".old-step-*"))]
         newest = max((step_of(path) for path in there if is_folder_name(path.name)), default=None)
-        self.found = Found(self.probe.token, self.fence.newest(), newest)
+        self.found = FoundCheckpoints(self.probe.token, self.fence.newest(), newest)
 
 
 class Checkpoints:
@@ -84,7 +84,7 @@ class Checkpoints:
         names: list[str] | None = None,
         generation: int = 0,
         arrival: Arrival | None = None,
-        found: Sequence[Found] = (),
+        found: Sequence[FoundCheckpoints] = (),
     ) -> None:
         """Prepare the folder; all ranks of the group call this.
 

@@ -42,7 +42,7 @@ _CHUNK = 1 << 20
 Token = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]  # of a rank's probe
 
 
-class Probe:
+class DiskProbe:
     """A file of this rank, by whose name the other ranks find out whether they see the same folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -73,7 +73,7 @@ class Probe:
                 (self._folder / name).unlink()
 
 
-def find_disks(probe: Probe, tokens: Sequence[str], group: Group) -> Disks:
+def find_disks(probe: DiskProbe, tokens: Sequence[str], group: Group) -> Disks:
     """Find out which ranks see each other's files; all ranks call this, with the `tokens` of all. Raises PeerLost.
 
     The names of machines do not tell: two boards may have the same name, and a network drive may be on all of them.
@@ -128,7 +128,7 @@ class Disks:
         found = group.gather_json(problem, optional(text))
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem is not None]
 
-    def copy(self, copies: Sequence[Copy], group: Group) -> list[str]:
+    def copy(self, copies: Sequence[FileCopy], group: Group) -> list[str]:
         """Send files between disks through the group or its twin; all ranks call this with the same copies.
 
         In each round every copy moves one chunk, so that no rank waits for the whole of another's file. A disk that
@@ -141,7 +141,7 @@ class Disks:
         mine = {copy: _Partial(copy.path, sending=copy.source == rank) for copy in own}
         try:
             for start in range(0, max((copy.size for copy in copies), default=0), _CHUNK):
-                chunks: dict[Copy, Parcel] = {}
+                chunks: dict[FileCopy, Parcel] = {}
                 for copy, partial in mine.items():
                     if start < copy.size:
                         chunk = partial.chunk(min(_CHUNK, copy.size - start))
@@ -159,7 +159,7 @@ class Disks:
 
 
 @dataclass(frozen=True)
-class Copy:
+class FileCopy:
     """Describes a file of `size` bytes that is copied from one rank's disk to another's."""
 
     path: Path

@@ -59,14 +59,14 @@ def followers(held: Moves, present: frozenset[int], plan: Plan) -> frozenset[int
     return frozenset(found)
 
 
-class Needs(NamedTuple):
+class FollowingMemory(NamedTuple):
     """Tells how many bytes of memory following takes on a rank."""
 
     copies: int  # of the state of layers, to send or on arrival
     gradients: int  # of one step, which only followers keep
 
 
-def needs(state: TrainState, plan: Plan, following: frozenset[int], rank: int) -> Needs:
+def needs(state: TrainState, plan: Plan, following: frozenset[int], rank: int) -> FollowingMemory:
     """Return what following takes on a rank; any rank can tell that of each other."""
     moves = _moves(plan, following)
     layers = {layer for layer, sender, receiver in moves if rank in (sender, receiver)}
@@ -74,7 +74,7 @@ def needs(state: TrainState, plan: Plan, following: frozenset[int], rank: int) -
     copies = sum(tensor.nbytes for key, tensor in tensors if not state.is_constant(key))
     kept = {layer for layer, _, receiver in moves if rank == receiver}
     shapes = state.model.parameter_shapes()
-    return Needs(copies, sum(4 * torch.Size(shape).numel() for layer in kept for shape in shapes[layer]))
+    return FollowingMemory(copies, sum(4 * torch.Size(shape).numel() for layer in kept for shape in shapes[layer]))
 
 
 def _moves(plan: Plan, following: frozenset[int]) -> Moves:
@@ -137,7 +137,7 @@ def _slow(chosen: frozenset[int], moves: Moves, state: TrainState, plan: Plan, g
     return frozenset(rank for rank in chosen if told[rank] > _LONG_SECONDS)
 
 
-def _wanted(needed: Needs) -> int:
+def _wanted(needed: FollowingMemory) -> int:
     return needed.copies + _LEAST_STEPS * needed.gradients
 
 

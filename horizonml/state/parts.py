@@ -13,7 +13,7 @@ from horizonml.errors import PeerLost
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSplit:
     """Describes what the members of a stage hold of a tensor: member i has `[start, stop) = bounds[i]` along `dim`."""
 
     dim: int
@@ -36,7 +36,7 @@ class Part:
         return gather(own, self.dim, self.bounds, group, self.ranks)
 
 
-def joined(parts: Mapping[str, Part], members: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def joined(parts: Mapping[str, TensorSplit], members: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return whole tensors made of all members' parts; `members[r]` has those of rank r, by names in `parts`.
 
     Tensors that are not in `parts` are the same on all members. Raises PeerLost if the members' parts do not fit.

@@ -28,7 +28,7 @@ from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError
 from horizonml.plan.plan import Plan
 from horizonml.state.average import Best, PreparedOuter
-from horizonml.state.disks import Copy, Disks
+from horizonml.state.disks import Disks, FileCopy
 from horizonml.state.runfolder import Term
 from horizonml.state.shards import (
     Metadata,
@@ -246,12 +246,12 @@ class Resumption:
 
         `where` names the ranks whose disks have each shard; `new` says that this rank's disk has no metadata yet.
         """
-        copies: list[Copy] = []
+        copies: list[FileCopy] = []
         for stage in plan.stages:
             for lead in dict.fromkeys(self.disks.leads[rank] for rank in stage.ranks):
                 for file in metadata.needed(stage.start, stage.stop):
                     if lead not in where[file]:
-                        copies.append(Copy(path / file, metadata.shards[file].bytes, where[file][0], lead))
+                        copies.append(FileCopy(path / file, metadata.shards[file].bytes, where[file][0], lead))
                         where[file].append(lead)
         failed = self.disks.copy(copies, self.group)
 

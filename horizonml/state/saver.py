@@ -33,7 +33,7 @@ from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError, PeerLost
 from horizonml.files import sync_folder
 from horizonml.state.average import KEPT
-from horizonml.state.disks import Copy, Disks, Snapshot, not_finite
+from horizonml.state.disks import Disks, FileCopy, Snapshot, not_finite
 from horizonml.state.runfolder import Fence
 from horizonml.state.shards import (
     FORMAT,
@@ -154,13 +154,13 @@ class Saver:
         Return the shards with these machines, the names of those that this rank's disk received, and what went wrong.
         """
         kept: dict[str, Shard] = {}
-        copies: list[Copy] = []
+        copies: list[FileCopy] = []
         for number, stage in enumerate(snapshot.plan.stages):
             name, writers = shard_name(number), self.disks.writers(stage.ranks)
             keepers = self.disks.keepers(stage.ranks)
             for disk in keepers:
                 if disk not in writers:
-                    copies.append(Copy(hidden / name, shards[name].bytes, writers[max(writers)], disk))
+                    copies.append(FileCopy(hidden / name, shards[name].bytes, writers[max(writers)], disk))
             # Two machines may have the same name, and are two; a machine may have several disks, and is one.
             places = {self.group.hosts[disk]: self.machines[disk] for disk in keepers}
             kept[name] = shards[name].model_copy(update={"machines": list(places.values())})

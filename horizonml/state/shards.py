@@ -62,7 +62,7 @@ class Shard(_Strict):
     machines: list[str] = []  # those that keep a copy: names, and addresses where known, when it was saved
 
 
-class Layers(_Strict):
+class LayerRange(_Strict):
     """Describes the layers of a stage, `start` to `stop - 1`."""
 
     model_config = ConfigDict(extra="allow")
@@ -74,7 +74,7 @@ class Cuts(_Strict):
     """Holds the part of a plan that says which layers lie in which shard."""
 
     model_config = ConfigDict(extra="allow")
-    stages: list[Layers] = Field(min_length=1)
+    stages: list[LayerRange] = Field(min_length=1)
 
 
 class Metadata(_Strict):

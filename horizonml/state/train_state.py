@@ -20,7 +20,7 @@ from horizonml.models.zoo import Model
 from horizonml.plan.lossy import Tried
 from horizonml.state.average import AVERAGE, MOMENTUM, Best, PreparedOuter, Scales, swapped
 from horizonml.state.optim import Optimizer
-from horizonml.state.parts import Part, name_of, named
+from horizonml.state.parts import TensorSplit, name_of, named
 from horizonml.state.spec import Adam, Ema, Sgd
 
 _HEADER, _ENTRY = 1 << 16, 512  # the most bytes of a file's header, and of a tensor's entry in it besides its name
@@ -69,7 +69,7 @@ class TrainState:
         self.valid = (
             True  # false while layers have initial values, or some of a checkpoint's, and the step says otherwise
         )
-        self.parts: dict[str, Part] = {}  # the parameters and buffers of which this rank holds only a part
+        self.parts: dict[str, TensorSplit] = {}  # the parameters and buffers of which this rank holds only a part
         self._modules: list[nn.Module] = []  # which hold the tensors
         self._received: dict[str, Tensor] = {}  # those that no module holds yet
         self._optimizer: dict[str, dict[str, Tensor]] = {}
@@ -112,7 +112,7 @@ class TrainState:
         """Go on with the same model, cut into other layers; what is held stays."""
         self.model, self._layers, self._constant, self._expected = model, model.parameter_names(), model.constant, {}
 
-    def split(self, parts: Mapping[str, Part]) -> None:
+    def split(self, parts: Mapping[str, TensorSplit]) -> None:
         """Hold only these parts of the optimizer state, because the modules now hold only these of their tensors."""
         self.parts = dict(parts)
         for name, entries in self._optimizer.items():
@@ -334,7 +334,7 @@ class TrainState:
             found[key] = value if part is None or value.dim() == 0 else part.whole(value, group)
         return found
 
-    def _part(self, key: str) -> Part | None:
+    def _part(self, key: str) -> TensorSplit | None:
         return self.parts.get(name_of(key))
 
     def layer_of(self, key: str) -> int:

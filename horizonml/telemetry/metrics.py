@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from horizonml.engine.clock import Step
+from horizonml.engine.clock import StepResult
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
 from horizonml.machine.host import cpu_seconds, rss_bytes
@@ -24,7 +24,7 @@ from horizonml.machine.resources import available_cores, memory_limit, memory_us
 from horizonml.plan.plan import Plan
 from horizonml.telemetry.fields import MetricSpec, Record, gauge
 from horizonml.telemetry.goodput import CAUSES, Cause, Goodput
-from horizonml.telemetry.record import SHARES, SHOWN, EvaluationRecord, Source, StepRecord, metric_key
+from horizonml.telemetry.record import SHARES, SHOWN, EvaluationRecord, StateSource, StepRecord, metric_key
 from horizonml.telemetry.run_info import RunInfo
 from horizonml.telemetry.table import CONTAINER, TABLE
 
@@ -232,7 +232,7 @@ class Metrics(Collector):
         self._put("last_step_timestamp_seconds", time.time())
         self._epoch_so_far = 0.0
 
-    def step(self, record: StepRecord, step: Step) -> None:
+    def step(self, record: StepRecord, step: StepResult) -> None:
         """Count a step in a few microseconds; what only the newest step decides is set when Prometheus asks."""
         self._know(record.metrics)
         if self._newest is None or self._newest.epoch != record.epoch:
@@ -320,7 +320,7 @@ class Metrics(Collector):
         if silent_seconds is not None:
             self._put("loss_notice_seconds", silent_seconds)
 
-    def recovered(self, seconds: float, steps_repeated: int, source: Source) -> None:
+    def recovered(self, seconds: float, steps_repeated: int, source: StateSource) -> None:
         """Note that the first step after a loss has ended, `seconds` after the loss was known here.
 
         `steps_repeated` steps that were done before have to be done again.

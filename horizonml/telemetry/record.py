@@ -155,7 +155,7 @@ Observer = Callable[[StepRecord | EvaluationRecord], None]
 """What receives the records of the first rank while it trains."""
 
 
-class Span(NamedTuple):
+class RecordedSpan(NamedTuple):
     """What a rank did at a time, in seconds of its own clock."""
 
     kind: Kind
@@ -172,13 +172,13 @@ class TimelineRecord(Record):
     kind = "timeline"
     time: ClassVar[float] = 0.0
     step: Count
-    spans: Sequence[Span]
+    spans: Sequence[RecordedSpan]
 
 
 # What happens to the group, and beside the steps.
 
 
-class Source(StrEnum):
+class StateSource(StrEnum):
     """Tells where the state was taken from that training went on with after a loss."""
 
     MEMORY = "memory"  # of the ranks that survived
@@ -197,7 +197,7 @@ class RecoveryRecord(Record):
     lost: Sequence[int]  # the ranks that were lost, by the numbers that they were started with
     seconds: Amount  # from when the loss was known here to `time`
     steps_repeated: Count  # steps done before that have to be done again
-    source: Source
+    source: StateSource
     silent_seconds: Amount | None = None  # for which they had been silent when that was noticed, if it is known
 
 

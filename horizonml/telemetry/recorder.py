@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from horizonml.engine.clock import Clock, Step, Told, Totals
+from horizonml.engine.clock import Clock, StepResult, StepSums, Totals
 from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.telemetry.fields import Record
@@ -27,10 +27,10 @@ from horizonml.telemetry.record import (
     FollowedRecord,
     RanksRecord,
     RankSums,
+    RecordedSpan,
     RecoveryRecord,
     SlowdownsRecord,
-    Source,
-    Span,
+    StateSource,
     StepRecord,
     TimelineRecord,
 )
@@ -39,10 +39,10 @@ from horizonml.telemetry.sinks import Feeds
 
 _SECONDS = 1.0  # between two records of what the ranks tell
 _MOST = 1e15  # which what a rank tells stays below, unless it lies
-_MEASURED = [one.name for one in fields(StepRecord) if one.name in {own.name for own in fields(Step)}]
+_MEASURED = [one.name for one in fields(StepRecord) if one.name in {own.name for own in fields(StepResult)}]
 
 
-def _sums(sums: Told) -> RankSums | None:
+def _sums(sums: StepSums) -> RankSums | None:
     """Return what a rank has told in few digits; None if it has told nothing, or nothing that can be."""
     if not all(0 <= value < _MOST for value in sums) or sums.steps < 1 or sums.wall <= 0:
         return None
@@ -89,7 +89,7 @@ class Recorder:
         self._joules = 0.0
         self._lines, self._display, self._timeline_every = JsonLines(path, on_gone), display, timeline_every
         self._metrics, self._lifeline, self._feeds = metrics, lifeline, feeds
-        self._told: list[Told] = []  # what the ranks have told since the last record of it
+        self._told: list[StepSums] = []  # what the ranks have told since the last record of it
         self._told_since = time.monotonic()
         self.steps, self._number = 0, 0  # recorded; the newest one's number
         self.quickest = math.inf  # seconds that a whole batch took this rank to compute, at the least
@@ -108,7 +108,7 @@ class Recorder:
         """Show a message to the user."""
         self._display.message(text)
 
-    def step(self, step: Step, number: int, epoch: int, batch: int, lr: float, skipped: int = 0) -> None:
+    def step(self, step: StepResult, number: int, epoch: int, batch: int, lr: float, skipped: int = 0) -> None:
         """Record a step; `number` and `epoch` count from 1. `skipped` samples of the batch were replaced."""
         cpu = cpu_seconds()
         record = StepRecord(
@@ -133,7 +133,7 @@ class Recorder:
         self._cpu = cpu
         self._write(record)
         if self._rank == 0 and step.told:
-            before = self._told or [Told()] * len(step.told)
+            before = self._told or [StepSums()] * len(step.told)
             self._told = [one.plus(more) for one, more in zip(before, step.told, strict=True)]
             if time.monotonic() - self._told_since >= _SECONDS:
                 self._write_told(number)
@@ -142,7 +142,7 @@ class Recorder:
             self._at_next_step = None
         if self._timeline_every and number % self._timeline_every == 0:
             offset = Clock.unix_offset()
-            spans = [Span(s.kind, s.what, s.micro, s.start + offset, s.end + offset) for s in step.spans]
+            spans = [RecordedSpan(s.kind, s.what, s.micro, s.start + offset, s.end + offset) for s in step.spans]
             self._write(TimelineRecord(number, spans), everywhere=False)
         self._display.step(record)
         if self._metrics is not None:
@@ -230,7 +230,7 @@ class Recorder:
         if self._metrics is not None:
             self._metrics.checkpoint_skipped()
 
-    def after(self, outage: Outage, generation: int, source: Source, step: int) -> None:
+    def after(self, outage: Outage, generation: int, source: StateSource, step: int) -> None:
         """Record the recovery from an outage once the next step has ended; training goes on from `step`."""
 
         def record() -> None:
@@ -246,7 +246,7 @@ class Recorder:
         silent_seconds: float | None,
         seconds: float,
         steps_repeated: int,
-        source: Source,
+        source: StateSource,
     ) -> None:
         """Record that training goes on after a loss; call this when the first step of the new group has ended.
 

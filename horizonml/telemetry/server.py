@@ -18,7 +18,7 @@ _LEVEL = 1  # of compression: the fastest, which leaves a sixth of the metrics a
 _REGULARLY = 60.0  # Prometheus asks every minute or more often
 
 
-class Server:
+class MetricsServer:
     """Runs the web server of a rank.
 
     `/metrics` is for Prometheus, `/healthz` answers while the process lives, and `/readyz` succeeds once the rank is in

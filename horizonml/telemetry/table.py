@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from horizonml.engine.clock import WAYS
 from horizonml.telemetry.fields import MetricSpec, Record, counter, gauge
 from horizonml.telemetry.goodput import CAUSES
-from horizonml.telemetry.record import SHOWN, EvaluationRecord, Source, StepRecord
+from horizonml.telemetry.record import SHOWN, EvaluationRecord, StateSource, StepRecord
 
 # The promises are among the bounds: silence is noticed within 6 s; all step again after 2, 4 or, at the most, 15 s.
 _FAULT_SECONDS = (0.25, 0.5, 1.0, 2.0, 4.0, 6.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0)
@@ -96,7 +96,7 @@ TABLE: Sequence[MetricSpec] = (
         "recovery_seconds",
         "From the moment at which a loss was known here to the end of the first step after it.",
         ("source",),
-        tuple(Source),
+        tuple(StateSource),
         buckets=_FAULT_SECONDS,
     ),
     counter("steps_repeated", "Steps that were done before a loss, and had to be done again after it."),

@@ -14,7 +14,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.state.checkpoint import Checkpoints
-from horizonml.state.disks import Copy, Disks, Probe, find_disks
+from horizonml.state.disks import DiskProbe, Disks, FileCopy, find_disks
 from horizonml.state.shards import read_metadata, steps
 from horizonml.state.spec import Sgd
 from horizonml.tasks.task import InputSpec
@@ -24,7 +24,7 @@ from tests.distributed.sessions import session_for, state_of
 
 def disks_in(folder: Path, group: Group) -> Disks:
     """Find out who shares a folder."""
-    probe = Probe(folder)
+    probe = DiskProbe(folder)
     return find_disks(probe, group.gather_json(probe.token), group)
 
 
@@ -64,7 +64,7 @@ def copied(rank: int, world_size: int, store: Store, folder: Path, size: int, br
         if rank == 1 and broken == "target":
             paths[1].symlink_to("/dev/full")
         # The name is the same on all disks; here each has a folder of its own.
-        problems = disks.copy([Copy(paths[rank], size, 0, other) for other in range(1, world_size)], group)
+        problems = disks.copy([FileCopy(paths[rank], size, 0, other) for other in range(1, world_size)], group)
         return paths[rank].is_file() and paths[rank].read_bytes() == content[:size], problems
     finally:
         group.close()

@@ -20,12 +20,12 @@ from horizonml.runtime.life import Last, Life
 from horizonml.runtime.restore import crowded, recover
 from horizonml.state.carry import hand_over
 from horizonml.state.mirror import Mirror, Rebuild, Report, buddy, keepers, owners, rebuilds
-from horizonml.state.parts import Part, joined
+from horizonml.state.parts import TensorSplit, joined
 from horizonml.state.runfolder import RunFolder
 from horizonml.tasks.task import Batch
 from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.metrics import Metrics
-from horizonml.telemetry.record import Source
+from horizonml.telemetry.record import StateSource
 from horizonml.telemetry.sinks import Feeds
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import agreed_state, copies_in, state_of
@@ -60,7 +60,7 @@ class End:
 
     state: dict[str, Tensor]
     said: list[str]
-    source: Source | None = None
+    source: StateSource | None = None
     step: int | None = None  # at which the ranks that are left go on
     kept: int = 0  # copies of its own parts when the group broke
 
@@ -167,7 +167,7 @@ def undisturbed(pool: Pool, plan: Plan, clip_norm: float | None = None) -> dict[
     return _undisturbed[plan, clip_norm]
 
 
-def expect_nothing_lost(pool: Pool, folder: Path, scene: Scene, source: Source) -> list[End]:
+def expect_nothing_lost(pool: Pool, folder: Path, scene: Scene, source: StateSource) -> list[End]:
     world_size = scene.plan.world_size
     ends = pool.run(world_size, train, str(folder), scene)
     expected = undisturbed(pool, scene.plan, scene.clip_norm)
@@ -184,7 +184,7 @@ def expect_nothing_lost(pool: Pool, folder: Path, scene: Scene, source: Source) 
 @pytest.mark.parametrize(("lost", "bytes_per_second"), [(0, SLOW), (1, FAST), (2, SLOW)])
 def test_what_a_lost_member_held_is_rebuilt(pool: Pool, tmp_path: Path, lost: int, bytes_per_second: float) -> None:
     scene = Scene(split(1.0, 2.0, 1.0), split(1.0, 1.0), (lost,), bytes_per_second=bytes_per_second)
-    expect_nothing_lost(pool, tmp_path, scene, Source.REPLICA)
+    expect_nothing_lost(pool, tmp_path, scene, StateSource.REPLICA)
 
 
 @pytest.mark.parametrize("behind", [None, 2])
@@ -192,7 +192,7 @@ def test_steps_whose_gradients_were_clipped_are_repeated_alike(pool: Pool, tmp_p
     scene = Scene(
         split(1.0, 2.0, 1.0), split(1.0, 1.0), (1,), bytes_per_second=SLOW, behind=behind, clip_norm=CLIP_NORM
     )
-    (first, _) = expect_nothing_lost(pool, tmp_path, scene, Source.REPLICA)
+    (first, _) = expect_nothing_lost(pool, tmp_path, scene, StateSource.REPLICA)
     assert any(key.endswith("/average") for key in first.state)
 
 
@@ -218,7 +218,7 @@ def test_the_others_go_on_by_any_plan(pool: Pool, tmp_path: Path, plan: Plan, af
 
 def test_before_the_first_copy_parts_are_rebuilt_from_their_initial_values(pool: Pool, tmp_path: Path) -> None:
     scene = Scene(split(1.0, 2.0, 1.0), split(1.0, 1.0), (2,), steps=2)
-    expect_nothing_lost(pool, tmp_path, scene, Source.REPLICA)
+    expect_nothing_lost(pool, tmp_path, scene, StateSource.REPLICA)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_members_that_are_a_step_apart_do_not_mix_steps(
 ) -> None:
     plan = split(1.0, 1.0, 1.0)
     scene = Scene(plan, split(1.0, 1.0) if lost else plan, lost, behind=behind)
-    ends = expect_nothing_lost(pool, tmp_path, scene, Source.REPLICA)
+    ends = expect_nothing_lost(pool, tmp_path, scene, StateSource.REPLICA)
     assert [end.kept for end in ends] == [2] * len(ends)  # the newest copy, and one that all know to be complete
     if not lost:  # whose parts are all there
         expected = undisturbed(pool, plan)
@@ -239,14 +239,14 @@ def test_members_that_are_a_step_apart_do_not_mix_steps(
 def test_a_member_that_leaves_takes_no_step_with_it(pool: Pool, tmp_path: Path) -> None:
     # Copies are never taken, and no checkpoint is there.
     scene = Scene(split(1.0, 2.0, 1.0), split(1.0, 1.0), (1,), bytes_per_second=1.0, leaves=True)
-    expect_nothing_lost(pool, tmp_path, scene, Source.MEMORY)
+    expect_nothing_lost(pool, tmp_path, scene, StateSource.MEMORY)
 
 
 def test_the_layers_of_one_member_suffice_when_the_group_breaks_as_they_are_made_whole(
     pool: Pool, tmp_path: Path
 ) -> None:
     scene = Scene(split(1.0, 2.0, 1.0), split(1.0, 1.0), (2,), bytes_per_second=1.0, handed_over=True)
-    expect_nothing_lost(pool, tmp_path, scene, Source.MEMORY)
+    expect_nothing_lost(pool, tmp_path, scene, StateSource.MEMORY)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_copies_of_parts_count_where_memory_is_short() -> None:
 
 
 def test_parts_that_do_not_fit_are_no_state() -> None:
-    parts = {"a": Part(0, ((0, 1), (1, 3)), 0, (0, 1))}
+    parts = {"a": TensorSplit(0, ((0, 1), (1, 3)), 0, (0, 1))}
     first, second = torch.zeros(1, 2), torch.ones(2, 2)
     whole = joined(parts, {0: {"model/a": first, "model/b": first}, 1: {"model/a": second}})
     assert torch.equal(whole["model/a"], torch.cat([first, second]))

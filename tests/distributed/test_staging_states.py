@@ -15,7 +15,7 @@ from horizonml.data.tensors import TensorSpec
 from horizonml.engine.link import BoundaryCodec
 from horizonml.job.schema import Job
 from horizonml.machine import accelerator
-from horizonml.machine.accelerator import Compute, Readings
+from horizonml.machine.accelerator import Compute, GpuReadings
 from horizonml.machine.signals import StopRequest
 from horizonml.models.boundary import Boundary
 from horizonml.plan.local import Local
@@ -150,8 +150,8 @@ class PretendedGpu(Compute):
     def taken(self) -> float:
         return 2.0**20
 
-    def readings(self) -> Readings:
-        return Readings(50.0, 0.25)
+    def readings(self) -> GpuReadings:
+        return GpuReadings(50.0, 0.25)
 
 
 def run(folder: Path, device: str, epochs: int) -> list[dict[str, Any]]:

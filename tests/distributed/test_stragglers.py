@@ -10,7 +10,7 @@ from torch.distributed import Store
 
 from horizonml.comm.group import Group
 from horizonml.machine.condition import Condition
-from horizonml.machine.sensors import Clock
+from horizonml.machine.sensors import ProcessorClock
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.choose import fastest_plan, with_objective
 from horizonml.planner.evaluator import Evaluator, judge
@@ -25,7 +25,7 @@ from tests.unit.test_precision import problem_on
 
 RANKS = 3
 STEPS = 100_000  # that are left to do
-COOL, HOT = Clock(2e9, 2e9, 50.0, 85.0), Clock(1e9, 2e9, 90.0, 85.0)
+COOL, HOT = ProcessorClock(2e9, 2e9, 50.0, 85.0), ProcessorClock(1e9, 2e9, 90.0, 85.0)
 
 # Until when each part of a run lasts, in seconds, how many times as long each rank computes, and whether rank 1 is hot.
 Part = tuple[float, tuple[float, float, float], bool]

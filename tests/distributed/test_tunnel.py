@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store
 from horizonml.comm.connect import PublishedAddresses
 from horizonml.comm.group import Group
 from horizonml.comm.tunnel.addresses import is_ours, read_blob
-from horizonml.comm.tunnel.client import AES, CHACHA, Links, Peer, Tunnel, Usage
+from horizonml.comm.tunnel.client import AES, CHACHA, Links, Tunnel, TunnelPeer, TunnelUsage
 from horizonml.errors import PeerLost
 from horizonml.profiling.probe import probe_pairs
 from horizonml.security.tls import client_context
@@ -49,13 +49,13 @@ def linked(rank: int, world_size: int, token: str, ports: Sequence[int], encrypt
     """Ranks alternate between as many "machines" as there are ports."""
     hosts = [f"machine {number % len(ports)}" for number in range(world_size)]
     tunnel = Tunnel(parse_token(token), HERE, ports[rank % len(ports)], encrypt)
-    peers = [Peer(host, HERE, ports[number % len(ports)]) for number, host in enumerate(hosts)]
+    peers = [TunnelPeer(host, HERE, ports[number % len(ports)]) for number, host in enumerate(hosts)]
     return hosts, Links(peers, tunnel)
 
 
 def tunnelled(
     rank: int, world_size: int, store: Store, case: Case, token: str, ports: Sequence[int], encrypt: bool
-) -> tuple[dict[str, Tensor], Usage, list[tuple[str, int]]]:
+) -> tuple[dict[str, Tensor], TunnelUsage, list[tuple[str, int]]]:
     """Train through tunnels, with strangers who come after the first step; and where gloo listens then."""
     hosts, links = linked(rank, world_size, token, ports, encrypt)
     before = listening()  # for groups of earlier tests that are not gone yet

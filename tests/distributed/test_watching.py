@@ -18,14 +18,14 @@ import pytest
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
-from horizonml.engine.clock import Step, Told
+from horizonml.engine.clock import StepResult, StepSums
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.choose import choose
 from horizonml.planner.profile import Host
 from horizonml.planner.record import read_planning
 from horizonml.planner.strategies import problem_for
 from horizonml.report.live import LiveRun
-from horizonml.report.live_facts import State
+from horizonml.report.live_facts import RunState
 from horizonml.report.what_if import what_if
 from horizonml.state.spec import Sgd
 from tests.distributed.conftest import JOB
@@ -50,7 +50,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_recorded_run_is_read(recorded: Path) -> None:
     run = LiveRun(recorded)
     run.poll()
-    assert (run.state, run.step, run.total_steps, run.total_epochs) == (State.FINISHED, 20, 20, 2)
+    assert (run.state, run.step, run.total_steps, run.total_epochs) == (RunState.FINISHED, 20, 20, 2)
     assert run.damaged == 0
     assert [member.rank for member in run.members] == [0, 1, 2]
     for member in run.members:
@@ -165,18 +165,18 @@ def test_a_run_whose_processes_are_gone_is_lost_at_once(
     run = LiveRun(folder / "runs" / "test")
     wait_for(lambda: steps(folder) > 30, "steps")
     wait_for(lambda: run.poll() and run.step > 20, "the steps to be read")
-    assert run.state is State.RUNNING
+    assert run.state is RunState.RUNNING
     assert run.seconds_left is not None
     for one in ours(folder):
         one.send_signal(signal.SIGKILL)
     process.wait(30)
-    wait_for(lambda: run.state is State.LOST, "the loss to be noticed", 10.0)  # far earlier than by their silence
+    wait_for(lambda: run.state is RunState.LOST, "the loss to be noticed", 10.0)  # far earlier than by their silence
 
 
 PLAN = Plan((Stage(0, 5, (0, 1), (1.0, 1.0)), Stage(5, 15, (2,), (1.0,))), micro_batches=2)
 
 
-def told(rank: int, world_size: int, store: Store, room: int = 16) -> list[Step]:
+def told(rank: int, world_size: int, store: Store, room: int = 16) -> list[StepResult]:
     """Three steps of some ranks, in whose agreements there is room for so many to tell of themselves."""
     group = Group(store, rank, world_size, 30.0)
     model = built("tests.models:normed")
@@ -193,7 +193,7 @@ def told(rank: int, world_size: int, store: Store, room: int = 16) -> list[Step]
 def test_ranks_tell_one_another_of_the_step_before(pool: Pool) -> None:
     results = pool.run(3, told)
     for reports in results:
-        assert reports[0].told == (Told(),) * 3
+        assert reports[0].told == (StepSums(),) * 3
         for number in (1, 2):
             for rank, one in enumerate(reports[number].told):
                 before = results[rank][number - 1]

@@ -16,7 +16,7 @@ import yaml
 
 from horizonml.cli.rendezvous import _MANIFEST
 from horizonml.job.schema import Job
-from horizonml.kube.render import SECRET, Settings, render, secret
+from horizonml.kube.render import SECRET, ManifestSettings, render, secret
 from horizonml.security.token import make_token, parse_token
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +110,7 @@ def test_every_way_makes_the_secret_that_the_pods_mount() -> None:
 
 def test_a_submitted_job_has_a_secret_of_its_own_and_shows_it_nowhere_else() -> None:
     job, token = Job.model_validate({"parallel": {"strategy": "ddp", "workers": 3}}), make_token()
-    documents = render(job, Settings("team", 3), token)
+    documents = render(job, ManifestSettings("team", 3), token)
     (found,) = [document for document in documents if document["kind"] == "Secret"]
     assert documents.index(found) == 1  # after the namespace, before the pods
     assert found["metadata"]["namespace"] == "team"
@@ -118,7 +118,7 @@ def test_a_submitted_job_has_a_secret_of_its_own_and_shows_it_nowhere_else() -> 
     assert found["stringData"] == {"token": token.text}
     documents.remove(found)
     assert token.text not in str(documents)
-    assert documents == render(job, Settings("team", 3))
+    assert documents == render(job, ManifestSettings("team", 3))
     assert [d for d in documents if d["kind"] == "NetworkPolicy"]
     assert all(d["metadata"]["namespace"] == "team" for d in documents if d["kind"] == "NetworkPolicy")
 

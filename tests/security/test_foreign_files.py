@@ -21,7 +21,7 @@ from PIL import Image
 
 from horizonml.data.files import FolderSource
 from horizonml.data.hub import open_hub
-from horizonml.data.origin import Shard
+from horizonml.data.origin import StreamShard
 from horizonml.data.pictures import MOST_PIXELS, pixels_of, read_picture
 from horizonml.data.spec import DataSpec
 from horizonml.data.stream import Samples, table_of
@@ -126,14 +126,14 @@ class Cached:
     def __init__(self, kind: str, content: bytes) -> None:
         self.files = {kind: content}
 
-    def read(self, shard: Shard, sample: int, extensions: list[str]) -> dict[str, bytes]:
+    def read(self, shard: StreamShard, sample: int, extensions: list[str]) -> dict[str, bytes]:
         return self.files
 
 
 def decoded(kind: str, content: bytes) -> Any:
     """Return what a stream makes of a file of a sample."""
     spec = DataSpec(name="stream", path="x", inputs=[kind], targets=["y.cls"], image_size=8)
-    samples = Samples([Shard("0.tar", 1)], Cached(kind, content), spec, None)  # type: ignore[arg-type]
+    samples = Samples([StreamShard("0.tar", 1)], Cached(kind, content), spec, None)  # type: ignore[arg-type]
     return samples.input(0)
 
 

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 import horizonml
 from horizonml.errors import JobError
-from horizonml.job.foreign import TAKEN, Kind, code_fields, places, taken_over
+from horizonml.job.foreign import TAKEN, FieldKind, code_fields, places, taken_over
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.models import libraries
@@ -111,8 +111,8 @@ def test_every_field_of_the_schema_has_its_row_and_every_row_its_field() -> None
 
 def test_a_field_of_free_text_or_any_values_is_never_taken_over_as_it_is() -> None:
     free = {name for name, info in leaves().items() if is_free_text(info) or Any in inside(info.annotation)}
-    assert [name for name in free if TAKEN[name].kind is Kind.VALUE] == []
-    assert {name for name in free if TAKEN[name].kind is Kind.TEXT} == {
+    assert [name for name in free if TAKEN[name].kind is FieldKind.VALUE] == []
+    assert {name for name in free if TAKEN[name].kind is FieldKind.TEXT} == {
         "model.freeze", "model.lora.targets", "model.lora.train", "data.inputs", "data.targets", "early_stop.metric",
         "parallel.deadline", "checkpoint.keep_best",
     }  # fmt: skip

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from horizonml.telemetry.server import Server
+from horizonml.telemetry.server import MetricsServer
 from tests.security.bounds import bounded
 from tests.web import get
 
@@ -25,7 +25,7 @@ def port() -> Iterator[int]:
     """A server with one metric."""
     registry = CollectorRegistry()
     Gauge("steps", "Steps.", ["host"], registry=registry).labels('\x1b[2J"\n').set(3)
-    server = Server(registry, ("127.0.0.1", 0), lambda: None)
+    server = MetricsServer(registry, ("127.0.0.1", 0), lambda: None)
     assert server.port is not None
     yield server.port
     server.close()

@@ -16,8 +16,8 @@ from horizonml.rendezvous.messages import (
     BeatAnswer,
     Ended,
     GroupStatus,
+    JoinVerdict,
     Peers,
-    Verdict,
 )
 from horizonml.rendezvous.wire import PROTOCOL, encode, parse, read
 from tests.rosters import rank
@@ -111,7 +111,7 @@ def test_what_a_service_says_is_read_or_refused(content: bytes) -> None:
     """A rank reads what a false service answers: nothing but ValueError comes of it."""
     with suppress(ValueError):
         fields = parse(content)
-        for kind in (BeatAnswer, GroupStatus, Verdict, Ended, Peers):
+        for kind in (BeatAnswer, GroupStatus, JoinVerdict, Ended, Peers):
             with suppress(ValueError):
                 read(kind, fields)
 
@@ -119,6 +119,6 @@ def test_what_a_service_says_is_read_or_refused(content: bytes) -> None:
 @FEW
 @given(st.dictionaries(st.sampled_from(["refused", "members", "rank", "generation", "lost", "reason"]), VALUES))
 def test_no_verdict_and_no_ending_is_misread(fields: dict[str, Any]) -> None:
-    for kind in (Verdict, Ended):
+    for kind in (JoinVerdict, Ended):
         with suppress(ValueError):
             read(kind, fields)

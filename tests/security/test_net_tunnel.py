@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from horizonml.comm.tunnel.addresses import HEADER_BYTES, Answer, Target, own_address
+from horizonml.comm.tunnel.addresses import HEADER_BYTES, Target, TunnelAnswer, own_address
 from horizonml.comm.tunnel.carrier import MOST_HANDSHAKES
 from horizonml.comm.tunnel.client import Tunnel
 from horizonml.security.tls import client_context
@@ -84,7 +84,7 @@ def test_2000_connections_leave_nothing_behind(link: Link) -> None:
         strangers.append(socket.create_connection((LOCAL, link.port), timeout=20))
         if number % 500 == 499:
             link.check()
-            assert ask(link, Target(own_address(0), 1, False).to_bytes()) == [Answer.NOBODY]
+            assert ask(link, Target(own_address(0), 1, False).to_bytes()) == [TunnelAnswer.NOBODY]
     for stranger in strangers:
         stranger.close()
     link.check()
@@ -140,7 +140,7 @@ HEADERS: dict[str, Callable[[Link], bytes]] = {
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_header_that_names_another_target_leads_nowhere(link: Link, name: str) -> None:
-    assert ask(link, HEADERS[name](link)) in ([], [Answer.NOBODY])
+    assert ask(link, HEADERS[name](link)) in ([], [TunnelAnswer.NOBODY])
     link.check()
 
 

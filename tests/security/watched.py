@@ -27,14 +27,14 @@ from horizonml.data.dataset import DataInfo
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import HorizonError
 from horizonml.files import cache_folder
-from horizonml.job.foreign import TAKEN, Kind
+from horizonml.job.foreign import TAKEN, FieldKind
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.tuning import import_peft
 from horizonml.models.zoo import build
 from horizonml.runtime.lobby.offer import confinement
-from horizonml.runtime.lobby.prepare import CalledAway, JoinSettings, Preparation
+from horizonml.runtime.lobby.prepare import CalledAway, JoinPreparation, JoinSettings
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.sinks import Feeds, check_packages
@@ -140,7 +140,7 @@ class Offering:
 
 def run(job: dict[str, Any], settings: JoinSettings) -> bool:
     """Do with a job what a device does that joins; return whether it was taken over."""
-    preparation = Preparation(settings, StopRequest(), Offering(job), "evil")  # type: ignore[arg-type]
+    preparation = JoinPreparation(settings, StopRequest(), Offering(job), "evil")  # type: ignore[arg-type]
     try:
         taken, _ = preparation.job()
         taken = preparation.with_data(taken)
@@ -224,7 +224,7 @@ def main() -> None:
         for field in texts:
             for text in payloads(folder, stated, canary):
                 for job in jobs(field, text):
-                    for settings in (careful, agreeing) if TAKEN[field].kind is Kind.PLACE else (agreeing,):
+                    for settings in (careful, agreeing) if TAKEN[field].kind is FieldKind.PLACE else (agreeing,):
                         current = f"{field}: {text[:80]!r}"
                         began = time.monotonic()
                         taken += run(job, settings)

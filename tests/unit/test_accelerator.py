@@ -14,7 +14,7 @@ from horizonml.engine.clock import Clock
 from horizonml.errors import JobError, is_out_of_memory
 from horizonml.job.jobfile import parse
 from horizonml.machine import accelerator
-from horizonml.machine.accelerator import Compute, Readings, choose_device, computing, readings
+from horizonml.machine.accelerator import Compute, GpuReadings, choose_device, computing, readings
 from horizonml.machine.resources import available_cores
 from horizonml.planner.devices import load_cluster, read_profile, write_cluster
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
@@ -224,8 +224,8 @@ def test_a_jetson_tells_of_its_gpu_in_files(tmp_path: Path) -> None:
     load = tmp_path / "devices/gpu.0"
     load.mkdir(parents=True)
     (load / "load").write_text("250\n")
-    assert readings("no such GPU", tmp_path) == Readings(48.5, 0.25)
-    assert readings("no such GPU", tmp_path / "nothing") == Readings()
+    assert readings("no such GPU", tmp_path) == GpuReadings(48.5, 0.25)
+    assert readings("no such GPU", tmp_path / "nothing") == GpuReadings()
 
 
 def test_a_full_gpu_is_out_of_memory() -> None:

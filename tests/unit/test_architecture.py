@@ -135,3 +135,13 @@ def test_no_modules_import_one_another() -> None:
 def test_no_file_is_too_long() -> None:
     lengths = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in modules().items()}
     assert not {module: lines for module, lines in lengths.items() if lines > MOST_LINES}
+
+
+def test_the_name_of_a_class_means_one_thing() -> None:
+    """Names that begin with an underscore are seen in one module only, so they may recur."""
+    found: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(name)
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}

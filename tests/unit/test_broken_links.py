@@ -6,7 +6,7 @@ import socket
 import time
 from contextlib import ExitStack, closing
 
-from horizonml.machine.network import Probe
+from horizonml.machine.network import AddressProbe
 from horizonml.rendezvous.broken_links import BrokenLinks, left_out
 from horizonml.rendezvous.members import Formed, Member
 from horizonml.rendezvous.messages import (
@@ -116,7 +116,7 @@ def test_a_probe_takes_any_answer_for_one_and_no_answer_for_none() -> None:
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
-        probe = stack.enter_context(closing(Probe([one.getsockname() for one in (listening, full, closed)])))
+        probe = stack.enter_context(closing(AddressProbe([one.getsockname() for one in (listening, full, closed)])))
         until = time.monotonic() + 10
         while len(probe.silent) > 1 and time.monotonic() < until:
             probe.look()

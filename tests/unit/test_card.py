@@ -11,7 +11,7 @@ import yaml
 
 from horizonml.api.exports.card import how_to_load
 from horizonml.api.exports.export import export
-from horizonml.api.exports.formats import Format
+from horizonml.api.exports.formats import ExportFormat
 from horizonml.data.dataset import DataInfo
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
@@ -117,5 +117,5 @@ def test_devices_that_measure_no_energy_are_counted(tmp_path: Path) -> None:
 )
 def test_the_lines_build_the_model_that_the_job_names(model: str, expected: list[str]) -> None:
     info: DataInfo = image_info(7, (3, 32, 32), 10, 5)
-    text = how_to_load(Format.STATE_DICT, "m.pt", parse(f"model: {model}", "job"), info)
+    text = how_to_load(ExportFormat.STATE_DICT, "m.pt", parse(f"model: {model}", "job"), info)
     assert all(line in text for line in expected), text

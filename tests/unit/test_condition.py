@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from horizonml.machine.condition import Condition, State
-from horizonml.machine.sensors import Clock, clock
+from horizonml.machine.condition import Condition, Slowdown
+from horizonml.machine.sensors import ProcessorClock, clock
 from horizonml.runtime.stragglers import Notices
 
-COOL = Clock(2.4e9, 2.4e9, 50.0, 85.0)
-HOT = Clock(1.2e9, 2.4e9, 92.0, 85.0)
+COOL = ProcessorClock(2.4e9, 2.4e9, 50.0, 85.0)
+HOT = ProcessorClock(1.2e9, 2.4e9, 92.0, 85.0)
 HOT_REASON = "its processor is too hot: 92 °C, its clock is held at 1.2 of 2.4 GHz"
 
 
@@ -38,7 +38,7 @@ def sensors(root: Path, degrees: float, kilohertz: int, cooling: int = 0) -> Pat
 
 
 def test_the_clock_and_the_heat_of_the_processor_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert clock(tmp_path) == Clock()
+    assert clock(tmp_path) == ProcessorClock()
     assert not clock(tmp_path).hot
     found = clock(sensors(tmp_path, 50.0, 2_400_000))
     assert found == COOL
@@ -75,10 +75,10 @@ def test_a_device_tells_once_that_it_is_too_hot_and_once_that_it_is_not_any_long
     assert device.wait(20) == []
     device.clock = HOT
     assert device.wait(20) == [(26.0, HOT_REASON)]
-    assert device.condition.state == State(2.0, HOT_REASON)
+    assert device.condition.state == Slowdown(2.0, HOT_REASON)
     device.clock = COOL
     assert device.wait(20) == [(46.0, "")]
-    assert device.condition.state == State()
+    assert device.condition.state == Slowdown()
 
 
 def test_a_moment_of_heat_is_not_told() -> None:

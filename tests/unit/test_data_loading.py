@@ -18,7 +18,7 @@ from PIL import Image
 from horizonml.data.choose import describe, load
 from horizonml.data.dataset import Data, DataBatch, stand_ins
 from horizonml.data.loading import Ahead, LoadedBatch
-from horizonml.data.needs import Needs
+from horizonml.data.needs import NeededRows
 from horizonml.data.sampler import Sampler
 from horizonml.data.spec import DataSpec
 from horizonml.data.workers import Processes, Threads, Workers, workers_for
@@ -39,7 +39,7 @@ def opened(**fields: Any) -> tuple[DataSpec, Data]:
 
 
 def ahead(
-    data: Data, workers: Workers, needs: Callable[[int], Needs], prefetch: int = 2, memory: int = 1 << 20
+    data: Data, workers: Workers, needs: Callable[[int], NeededRows], prefetch: int = 2, memory: int = 1 << 20
 ) -> Ahead:
     """Batches of 16 samples, the last of an epoch of one; three epochs."""
     sampler = Sampler(data.info.train, 16, seed=1)
@@ -57,10 +57,10 @@ def read(batches: Ahead, count: int) -> None:
             batch.inputs(start, stop)
 
 
-def halves(size: int) -> Needs:
+def halves(size: int) -> NeededRows:
     """The rows of a rank with both ends of the model, in two micro-batches."""
     ranges = [(start, stop) for start, stop in ((0, size // 2), (size // 2, size)) if stop > start]
-    return Needs(ranges, ranges)
+    return NeededRows(ranges, ranges)
 
 
 @pytest.mark.parametrize("noise", [0.0, 1.0], ids=["fixed", "random"])
@@ -111,7 +111,7 @@ def test_a_rank_loads_only_the_rows_that_it_needs(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     spec, data = opened(options={"marks": str(marks)}, workers=2)
     workers = workers_for(spec, data, Path("unused"), True, False)
-    batches = ahead(data, workers, lambda size: Needs([(0, min(3, size))]), prefetch=3)
+    batches = ahead(data, workers, lambda size: NeededRows([(0, min(3, size))]), prefetch=3)
     marks.write_text("")
     taken = [batches.take(number) for number in range(3)]
     for batch in taken[2:]:
@@ -132,7 +132,7 @@ def test_no_more_is_loaded_ahead_than_fits_and_is_asked_for() -> None:
     row = 4 * (5 + 2)
     workers = Threads(2)
     for prefetch, memory, expected in ((2, 1 << 20, 32), (1, 1 << 20, 16), (2, 20 * row, 16), (2, 0, 0)):
-        batches = ahead(data, workers, lambda size: Needs([(0, size)], [(0, size)]), prefetch, memory)
+        batches = ahead(data, workers, lambda size: NeededRows([(0, size)], [(0, size)]), prefetch, memory)
         batches.take(0)
         assert begun(batches) == expected
         taken = batches.take(1)
@@ -281,14 +281,14 @@ def test_data_in_memory_needs_no_workers_and_files_do(tmp_path: Path) -> None:
 
 
 def test_chunks_cover_what_is_needed_and_nothing_else() -> None:
-    needs = Needs([(0, 5), (10, 12)], [(3, 5), (10, 40)])
+    needs = NeededRows([(0, 5), (10, 12)], [(3, 5), (10, 40)])
     chunks = needs.chunks(2)
     rows = {row: (i, t) for start, stop, i, t in chunks for row in range(start, stop)}
     inputs, targets = {*range(5), 10, 11}, {3, 4, *range(10, 40)}
     assert rows == {row: (row in inputs, row in targets) for row in inputs | targets}
     assert max(stop - start for start, stop, _, _ in chunks) <= 16
     assert [start for start, *_ in chunks] == sorted(start for start, *_ in chunks)
-    assert not Needs().chunks(2)
+    assert not NeededRows().chunks(2)
 
 
 def test_what_cannot_be_read_is_replaced_by_the_next() -> None:

@@ -22,8 +22,8 @@ from horizonml.data import origin
 from horizonml.data.choose import describe, load
 from horizonml.data.dataset import Data
 from horizonml.data.loading import Ahead
-from horizonml.data.needs import Needs
-from horizonml.data.origin import Origin, Shard
+from horizonml.data.needs import NeededRows
+from horizonml.data.origin import Origin, StreamShard
 from horizonml.data.sampler import ShardSampler, sampler_for
 from horizonml.data.spec import DataSpec
 from horizonml.data.stream import write_index
@@ -187,7 +187,7 @@ def test_shards_are_fetched_before_they_are_needed(server: tuple[str, list[str]]
     workers = Threads(2)
     ahead = Ahead(
         lambda number: data.batch(True, sampler.indices(0, number)), range(12),
-        lambda size: Needs([(0, size)]), workers, data.info, 1, 1 << 20,
+        lambda size: NeededRows([(0, size)]), workers, data.info, 1, 1 << 20,
     )  # fmt: skip
     asked.clear()
     ahead.take(0)
@@ -235,7 +235,7 @@ def test_a_server_is_asked_again_while_it_has_trouble(
     url, asked = server
     for name, attempts in (("busy.tar", 3), ("cut.tar", 2)):
         shutil.copy(folder / "03.tar", folder / name)
-        Origin(url).fetch(Shard(name, EACH), tmp_path / name)
+        Origin(url).fetch(StreamShard(name, EACH), tmp_path / name)
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
         assert asked.count(name) == attempts
 
@@ -245,11 +245,11 @@ def test_a_server_that_stays_away_ends_the_run_with_its_address(
 ) -> None:
     url, asked = server
     with pytest.raises(DataError, match=r"/99.tar is not there, although the index lists it"):
-        Origin(url).fetch(Shard("99.tar", EACH), tmp_path / "shard")
+        Origin(url).fetch(StreamShard("99.tar", EACH), tmp_path / "shard")
     assert asked == ["99.tar"]  # what is not there is asked for once
     monkeypatch.setattr(origin, "_SILENCE", 0.3)
     with pytest.raises(DataError, match=r"/silent.tar cannot be fetched: it does not answer; see whether the server"):
-        Origin(url, patience=0.1).fetch(Shard("silent.tar", EACH), tmp_path / "shard")
+        Origin(url, patience=0.1).fetch(StreamShard("silent.tar", EACH), tmp_path / "shard")
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         away = f"http://127.0.0.1:{nobody.getsockname()[1]}"

@@ -19,7 +19,7 @@ from horizonml.rendezvous.discovery import records
 from horizonml.rendezvous.discovery.device import accelerator, measure_gflops, model, system, this_device
 from horizonml.rendezvous.discovery.diagnosis import Surroundings, explain_clocks, explain_nobody, find_firewalls
 from horizonml.rendezvous.discovery.multicast import Hearing, Interface, choose, reachable, read_interfaces
-from horizonml.rendezvous.discovery.records import Found
+from horizonml.rendezvous.discovery.records import FoundService
 from horizonml.rendezvous.discovery.service import _Search
 from horizonml.rendezvous.wire import fields_of, read
 
@@ -30,7 +30,7 @@ ETH = Interface(
     (ipaddress.ip_network("192.168.1.0/24"), ipaddress.ip_network("2001:db8::/64")),
 )
 DOCKER = Interface("docker0", ("172.17.0.1",), (), (ipaddress.ip_network("172.17.0.0/16"),))
-LAPTOP = Found("laptop", "192.168.1.9", 29400, "0123abcd", "1.0", "digits", ("192.168.1.9",))
+LAPTOP = FoundService("laptop", "192.168.1.9", 29400, "0123abcd", "1.0", "digits", ("192.168.1.9",))
 
 
 def entry(address: str, netmask: str | None = None) -> SimpleNamespace:
@@ -177,8 +177,8 @@ def test_nothing_from_the_network_can_be_read_as_more_than_it_may_say(
 
 
 def test_services_with_one_name_get_distinct_names() -> None:
-    def named(name: str, host: str) -> Found:
-        return Found(name, host, 29400, "", "", "", (host,))
+    def named(name: str, host: str) -> FoundService:
+        return FoundService(name, host, 29400, "", "", "", (host,))
 
     found = [named("pi", "10.0.0.3"), named("pi-2", "10.0.0.4"), named("pi", "10.0.0.2"), named("pi", "10.0.0.1")]
     assert [(each.name, each.host) for each in records.distinct(found)] == [
@@ -189,12 +189,12 @@ def test_services_with_one_name_get_distinct_names() -> None:
     ]
 
 
-def explain(*found: Found, token: str = "0123abcd") -> str:
+def explain(*found: FoundService, token: str = "0123abcd") -> str:
     return explain_nobody(found, token, "1.0", Surroundings((Hearing(ETH),)))
 
 
-def changed(**changes: str) -> Found:
-    return Found(**{**LAPTOP.__dict__, **changes})
+def changed(**changes: str) -> FoundService:
+    return FoundService(**{**LAPTOP.__dict__, **changes})
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def changed(**changes: str) -> Found:
         (LAPTOP, "0123abcd", "did not let it join"),
     ],
 )
-def test_a_service_that_does_not_fit_is_named_with_the_reason(service: Found, token: str, words: str) -> None:
+def test_a_service_that_does_not_fit_is_named_with_the_reason(service: FoundService, token: str, words: str) -> None:
     said = explain(service, token=token)
     assert said.startswith("laptop at 192.168.1.9:29400 ")
     assert words in said

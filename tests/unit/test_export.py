@@ -21,7 +21,7 @@ from torch import nn
 
 from horizonml.api.exports import graphs
 from horizonml.api.exports.export import Exported, export
-from horizonml.api.exports.formats import Format, Samples, check_weights, compare, find_samples, noise
+from horizonml.api.exports.formats import ComparedSamples, ExportFormat, check_weights, compare, find_samples, noise
 from horizonml.api.exports.trained import Trained, load_trained
 from horizonml.data.dataset import DataInfo
 from horizonml.data.tensors import TensorSpec
@@ -162,7 +162,7 @@ def test_an_onnx_file_has_named_inputs_a_free_batch_and_the_weights(tmp_path: Pa
     assert only(tmp_path, "model.onnx", "model.onnx.md")
 
 
-def trained_of(path: Path) -> tuple[Trained, Samples]:
+def trained_of(path: Path) -> tuple[Trained, ComparedSamples]:
     trained = load_trained(path)
     return trained, find_samples(trained.job.data, trained.info, 6, path)
 
@@ -170,8 +170,8 @@ def trained_of(path: Path) -> tuple[Trained, Samples]:
 def test_a_tampered_onnx_file_is_refused(tmp_path: Path) -> None:
     trained, samples = trained_of(checkpoint_of(tmp_path / "run", job())[0])
     file = tmp_path / "model.onnx"
-    graphs.write(Format.ONNX, trained, samples, file)
-    assert graphs.verify(Format.ONNX, trained, samples, file).difference < 1e-4
+    graphs.write(ExportFormat.ONNX, trained, samples, file)
+    assert graphs.verify(ExportFormat.ONNX, trained, samples, file).difference < 1e-4
     graph = onnx.load(file)
     weights = max(graph.graph.initializer, key=lambda one: len(one.raw_data))
     values = onnx.numpy_helper.to_array(weights) * 1.01
@@ -180,16 +180,16 @@ def test_a_tampered_onnx_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ExportError, match=r"on 6 held-out samples of digits, the output differs from the model's, larg"
     ):
-        graphs.verify(Format.ONNX, trained, samples, file)
+        graphs.verify(ExportFormat.ONNX, trained, samples, file)
 
 
 def test_an_archive_of_another_model_is_refused(tmp_path: Path) -> None:
     trained, samples = trained_of(checkpoint_of(tmp_path / "run", job())[0])
     other, _ = trained_of(checkpoint_of(tmp_path / "other", job(seed="1"))[0])
-    graphs.write(Format.TORCH_EXPORT, other, samples, tmp_path / "model.pt2")
-    assert graphs.verify(Format.TORCH_EXPORT, other, samples, tmp_path / "model.pt2").difference < 1e-4
+    graphs.write(ExportFormat.TORCH_EXPORT, other, samples, tmp_path / "model.pt2")
+    assert graphs.verify(ExportFormat.TORCH_EXPORT, other, samples, tmp_path / "model.pt2").difference < 1e-4
     with pytest.raises(ExportError, match="the output differs from the model's"):
-        graphs.verify(Format.TORCH_EXPORT, trained, samples, tmp_path / "model.pt2")
+        graphs.verify(ExportFormat.TORCH_EXPORT, trained, samples, tmp_path / "model.pt2")
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.pt2"])
@@ -231,7 +231,7 @@ def test_a_forward_pass_that_fixes_the_batch_is_named(tmp_path: Path) -> None:
     assert export(path, tmp_path / "model.pt").check
 
 
-def two_inputs() -> tuple[Trained, Samples]:
+def two_inputs() -> tuple[Trained, ComparedSamples]:
     words, mask = TensorSpec((6,), torch.int64), TensorSpec((6,), torch.float32)
     info = DataInfo(90, 10, (words, mask), ("words", "mask"), 3, TensorSpec((), torch.int64))
     torch.manual_seed(0)
@@ -239,17 +239,17 @@ def two_inputs() -> tuple[Trained, Samples]:
     trained = Trained(TwoInputs().eval(), job(), info, Classification(), input, Path("none"), check(GOOD, Path("none")))
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randint(0, 11, (6, 6), generator=generator), torch.ones(6, 6)
-    return trained, Samples(inputs, "6 samples", True)
+    return trained, ComparedSamples(inputs, "6 samples", True)
 
 
 def test_several_inputs_and_outputs_keep_their_names(tmp_path: Path) -> None:
     trained, samples = two_inputs()
-    graphs.write(Format.ONNX, trained, samples, tmp_path / "model.onnx")
+    graphs.write(ExportFormat.ONNX, trained, samples, tmp_path / "model.onnx")
     graph = onnx.load(tmp_path / "model.onnx").graph
     assert [one.name for one in graph.input] == ["words", "mask"]
     assert [one.name for one in graph.output] == ["logits", "pooled"]
-    graphs.write(Format.TORCH_EXPORT, trained, samples, tmp_path / "model.pt2")
-    for kind, name in ((Format.ONNX, "model.onnx"), (Format.TORCH_EXPORT, "model.pt2")):
+    graphs.write(ExportFormat.TORCH_EXPORT, trained, samples, tmp_path / "model.pt2")
+    for kind, name in ((ExportFormat.ONNX, "model.onnx"), (ExportFormat.TORCH_EXPORT, "model.pt2")):
         assert graphs.verify(kind, trained, samples, tmp_path / name).difference < 1e-5
         swapped = replace(samples, inputs=(samples.inputs[0].flip(1), samples.inputs[1] * torch.rand(6, 6)))
         changed = replace(trained, module=nn.Module())

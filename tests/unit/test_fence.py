@@ -8,7 +8,7 @@ import pytest
 
 from horizonml.comm.expected import instance, plain
 from horizonml.errors import CheckpointError, PeerLost
-from horizonml.state.checkpoint import Found
+from horizonml.state.checkpoint import FoundCheckpoints
 from horizonml.state.runfolder import Fence, Term
 from horizonml.state.saver import clean
 
@@ -28,8 +28,8 @@ def test_terms_follow_generations_and_count_the_starts_of_a_job() -> None:
 
 
 def test_what_a_rank_has_found_in_the_folder_is_checked() -> None:
-    found = Found("0" * 32, Term(1, 2), 3)
-    assert instance(Found)(plain(found)) == found
+    found = FoundCheckpoints("0" * 32, Term(1, 2), 3)
+    assert instance(FoundCheckpoints)(plain(found)) == found
     for wrong in (
         3,
         [1],
@@ -37,9 +37,9 @@ def test_what_a_rank_has_found_in_the_folder_is_checked() -> None:
         *({"restarts": a, "generation": b} for a, b in ((1, "2"), (True, 1), (0, -1), (0, 10**30))),
     ):
         with pytest.raises(ValueError, match="term"):
-            instance(Found)(plain(found) | {"term": wrong})
+            instance(FoundCheckpoints)(plain(found) | {"term": wrong})
     with pytest.raises(ValueError, match="token"):
-        instance(Found)(plain(found) | {"token": "../x"})
+        instance(FoundCheckpoints)(plain(found) | {"token": "../x"})
 
 
 def test_a_group_that_is_over_may_neither_begin_nor_write(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from horizonml import __version__
 from horizonml.job.jobfile import from_values
 from horizonml.rendezvous.devices import Devices
 from horizonml.rendezvous.discovery.finding import MOST_AT_ONCE, Prover
-from horizonml.rendezvous.discovery.records import Found
+from horizonml.rendezvous.discovery.records import FoundService
 from horizonml.runtime.lobby.offer import offer
 from horizonml.security.tls import server_context
 from horizonml.security.token import make_token
@@ -21,9 +21,9 @@ def run() -> Devices:
     return offer(from_values({"name": "test"}, "the test's job"), LINEAGE).devices()
 
 
-def announced(name: str, port: int, *hosts: str) -> Found:
+def announced(name: str, port: int, *hosts: str) -> FoundService:
     hosts = hosts or ("127.0.0.1",)
-    return Found(name, hosts[0], port, TOKEN.id, __version__, "test", hosts)
+    return FoundService(name, hosts[0], port, TOKEN.id, __version__, "test", hosts)
 
 
 def test_only_runs_that_show_the_token_count_and_each_of_them_once() -> None:

@@ -9,7 +9,7 @@ from horizonml.rendezvous.members import Complete, Formed, Refused
 from horizonml.rendezvous.messages import (
     Departure,
     Farewell,
-    Given,
+    GivenNumber,
     NumberRequest,
 )
 from horizonml.rendezvous.refusals import Crashes
@@ -66,16 +66,16 @@ def question(pid: int = 7, host: str = "m9", **changes: Any) -> NumberRequest:
 def test_a_process_without_a_rank_is_given_the_lowest_that_nobody_living_holds() -> None:
     roster = Roster()
     formed(roster, rank(0), rank(1), rank(2))
-    assert roster.give_number(question(), 0.0) == Given(3, 3)  # the world size is that of the run
-    assert roster.give_number(question(), 1.0) == Given(3, 3)  # the same process asks again
+    assert roster.give_number(question(), 0.0) == GivenNumber(3, 3)  # the world size is that of the run
+    assert roster.give_number(question(), 1.0) == GivenNumber(3, 3)  # the same process asks again
     with pytest.raises(ValueError, match=r"at most 4 ranks \(parallel.max_workers\)"):
         roster.give_number(question(8), 1.0)
-    assert roster.give_number(question(8), 62.0) == Given(3, 3)  # the first process has not come
+    assert roster.give_number(question(8), 62.0) == GivenNumber(3, 3)  # the first process has not come
     alive(roster, 1, 3, start=62.0, end=62.0)
-    assert roster.give_number(question(9), 62.0) == Given(1, 3)  # rank 1 is lost
+    assert roster.give_number(question(9), 62.0) == GivenNumber(1, 3)  # rank 1 is lost
     # Where nobody is yet, the question itself says what the world size is.
     roster = Roster()
-    assert [roster.give_number(question(n), 0.0) for n in (1, 2, 3)] == [Given(rank, 5) for rank in (0, 1, 2)]
+    assert [roster.give_number(question(n), 0.0) for n in (1, 2, 3)] == [GivenNumber(rank, 5) for rank in (0, 1, 2)]
 
 
 def test_the_number_of_a_rank_that_restarts_is_given_last() -> None:
@@ -89,10 +89,10 @@ def test_the_number_of_a_rank_that_restarts_is_given_last() -> None:
     (verdict,) = alive(roster, 11, 12, start=5.75, end=5.75)
     assert isinstance(verdict, Formed)
     asked = [roster.give_number(question(n, most=5), 6.0) for n in (21, 22, 23)]
-    assert asked == [Given(3, 3), Given(4, 3), Given(2, 3)]
+    assert asked == [GivenNumber(3, 3), GivenNumber(4, 3), GivenNumber(2, 3)]
     # Numbers that the service has given are free again: who held them asks anew. Rank 2 is still the last one.
     asked = [roster.give_number(question(n, most=5), 70.0) for n in (24, 25, 26)]
-    assert asked == [Given(3, 3), Given(4, 3), Given(2, 3)]
+    assert asked == [GivenNumber(3, 3), GivenNumber(4, 3), GivenNumber(2, 3)]
 
 
 def test_the_number_of_a_rank_that_does_not_report_to_a_new_service_is_given_last() -> None:
@@ -100,7 +100,7 @@ def test_the_number_of_a_rank_that_does_not_report_to_a_new_service_is_given_las
     for number, one in ((11, 0), (12, 1)):
         roster.resume(number, survivor(one, generation=2), [0, 1, 2], 1.0)
     alive(roster, 11, 12, start=1.0, end=21.0)
-    assert roster.give_number(question(), 21.5) == Given(3, 3)
+    assert roster.give_number(question(), 21.5) == GivenNumber(3, 3)
 
 
 def test_no_number_is_given_as_long_as_members_of_an_older_group_may_report() -> None:
@@ -110,7 +110,7 @@ def test_no_number_is_given_as_long_as_members_of_an_older_group_may_report() ->
     assert roster.give_number(question(), 5.0) is None
     for number, one in ((12, 1), (13, 2)):
         roster.resume(number, survivor(one, generation=2), [0, 1, 2], 5.0)
-    assert roster.give_number(question(), 5.0) == Given(3, 3)
+    assert roster.give_number(question(), 5.0) == GivenNumber(3, 3)
 
 
 def test_members_that_do_not_report_to_a_new_service_are_lost_in_the_end() -> None:
@@ -212,7 +212,7 @@ def test_the_others_go_on_without_a_rank_that_is_held_back() -> None:
     assert number == 204
     assert "rank 2 on host2 has ended 3 times" in held.reason
     assert "last: it was killed or lost its power" in held.reason
-    assert roster.give_number(question(digest="d1"), 28.0) == Given(3, 3)
+    assert roster.give_number(question(digest="d1"), 28.0) == GivenNumber(3, 3)
     verdicts = alive(roster, 2, 3, 204, start=28.25, end=36.0)
     assert [verdict.joins for verdict in verdicts] == [[3, 2, 204]]
     assert roster.held_back(36.0) == {}

@@ -40,8 +40,8 @@ from horizonml.runtime.lobby.child import Child, Progress
 from horizonml.runtime.lobby.join import Ending, Joiner
 from horizonml.runtime.lobby.offer import note_lineage, offer
 from horizonml.runtime.lobby.prepare import JoinSettings, take_folder
-from horizonml.runtime.lobby.up import Settings, Up, own_address
-from horizonml.runtime.lobby.view import Lines, rows
+from horizonml.runtime.lobby.up import Up, UpSettings, own_address
+from horizonml.runtime.lobby.view import DeviceLines, rows
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token, make_token
 from tests.distributed.processes import horizonml, wait_for
@@ -184,8 +184,8 @@ def test_a_run_without_rank_0_on_this_device_goes_on_when_it_is_offered_again(tm
     job = JOB.model_copy(update={"folder": str(tmp_path / "test")})
 
     def lineage() -> str:
-        up = Up(Settings(job, None, wanted=1, take_part=False))
-        up._start(Lines())
+        up = Up(UpSettings(job, None, wanted=1, take_part=False))
+        up._start(DeviceLines())
         return up._lineage
 
     assert lineage() == lineage()
@@ -233,7 +233,7 @@ def device(name: str, state: DeviceState = DeviceState.READY, **more: Any) -> De
 
 
 def test_lines_say_who_comes_changes_and_goes(capsys: pytest.CaptureFixture[str]) -> None:
-    own, lines = DeviceInfo("laptop", 8.0, 1 << 34), Lines()
+    own, lines = DeviceInfo("laptop", 8.0, 1 << 34), DeviceLines()
     pi = device("pi", DeviceState.PREPARING)
     lines.show(own, [pi], "ready: 1 device")
     lines.show(own, [pi], "ready: 1 device")

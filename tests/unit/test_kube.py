@@ -14,9 +14,9 @@ import yaml
 
 from horizonml.cli.cluster import rank_table
 from horizonml.job.schema import Job
-from horizonml.kube.render import DIGEST, SETTINGS, Settings, for_workers, render
+from horizonml.kube.render import DIGEST, SETTINGS, ManifestSettings, for_workers, render
 from horizonml.kube.status import (
-    Condition,
+    PodCondition,
     PodState,
     RankStatus,
     amount,
@@ -41,7 +41,7 @@ def find(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any
 
 
 def test_a_job_is_rendered_from_the_base_manifests() -> None:
-    settings = Settings("team", 3, "registry/worker:7", "2", "512Mi", "fast")
+    settings = ManifestSettings("team", 3, "registry/worker:7", "2", "512Mi", "fast")
     documents = render(JOB, settings)
     base = yaml.safe_load((ROOT / "k8s" / "base" / "kustomization.yaml").read_text())
     assert documents[0]["metadata"]["name"] == "team"
@@ -58,13 +58,13 @@ def test_a_job_is_rendered_from_the_base_manifests() -> None:
     assert worker["resources"] == {key: {"cpu": "2", "memory": "512Mi"} for key in ("requests", "limits")}
     assert workers["spec"]["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast"
     assert workers["spec"]["template"]["metadata"]["annotations"] == {DIGEST: JOB.digest()}
-    assert Settings.from_json(workers["metadata"]["annotations"][SETTINGS]) == settings
+    assert ManifestSettings.from_json(workers["metadata"]["annotations"][SETTINGS]) == settings
     with pytest.raises(ValueError, match="workers"):
-        Settings.from_json('{"namespace": "x"}')
+        ManifestSettings.from_json('{"namespace": "x"}')
     content = yaml.safe_load(find(documents, "ConfigMap", "job")["data"]["job.yaml"])
     assert Job.model_validate(content).digest() == JOB.digest()
     # Everything else is the base's, and rendering again gives the same.
-    plain = find(render(JOB, Settings("horizonml", 5)), "StatefulSet", "worker")["spec"]["template"]["spec"]
+    plain = find(render(JOB, ManifestSettings("horizonml", 5)), "StatefulSet", "worker")["spec"]["template"]["spec"]
     assert plain["containers"][0]["image"] == "horizonml/worker:dev"
     assert plain["securityContext"]["runAsNonRoot"] is True
     assert render(JOB, settings) == documents
@@ -131,14 +131,14 @@ def test_other_reasons_say_what_to_do() -> None:
     wrong = {"waiting": {"reason": "CrashLoopBackOff"}}, {"terminated": {"exitCode": 2}}
     crash = condition(pod(**container(state=wrong[0], lastState=wrong[1])), "optimizer.lr: -1", [], [])
     problem = "worker-3: it ended (exit code 2): optimizer.lr: -1"
-    assert crash == Condition(PodState.ENDED, problem, "CrashLoopBackOff")
+    assert crash == PodCondition(PodState.ENDED, problem, "CrashLoopBackOff")
     evicted = condition(pod(reason="Evicted", message="The node was low on resource: memory."), "", [], [])
     assert evicted.problem == "worker-3: Evicted: The node was low on resource: memory."
     ready = {**container(state={"running": {}}), "conditions": [{"type": "Ready", "status": "True"}]}
-    assert condition(pod(**ready), "", [], []) == Condition(PodState.READY)
+    assert condition(pod(**ready), "", [], []) == PodCondition(PodState.READY)
     killed = {"terminated": {"exitCode": 137, "reason": "Error"}}
     healed = {**ready, **container(state={"running": {}}, lastState=killed, again=1)}
-    assert condition(pod(**healed), "", [], []) == Condition(PodState.READY)
+    assert condition(pod(**healed), "", [], []) == PodCondition(PodState.READY)
 
 
 @pytest.mark.parametrize(
@@ -200,25 +200,25 @@ def test_the_table_fits_any_terminal() -> None:
 def test_rows_tell_what_ranks_do() -> None:
     metrics = Metrics(3)
     metrics.waiting([0, 11])
-    assert rank_status(3, "pi", Condition(PodState.RUNNING), {}, shown(metrics), 1.0).phase == "Waits for rank 0, 11"
+    assert rank_status(3, "pi", PodCondition(PodState.RUNNING), {}, shown(metrics), 1.0).phase == "Waits for rank 0, 11"
     metrics.formed(2, 4)
     metrics.started(INFO, test_metrics.JOB, test_metrics.PLAN, done=10)
     metrics.step(record(11), STEP)
     before = shown(metrics)
     metrics.step(record(12), STEP)
-    found = rank_status(3, "pi", Condition(PodState.READY), before, shown(metrics), 0.5)
+    found = rank_status(3, "pi", PodCondition(PodState.READY), before, shown(metrics), 0.5)
     assert (found.phase, found.stage, found.layers, found.generation) == ("Training", "1", "3-8", 2)
     assert (found.step, found.steps, found.epoch, found.epochs) == (12, 40, 1, 4)
     assert found.samples_per_second == 32
     assert (found.compute, found.transfer, found.wait) == pytest.approx((0.5, 0.2, 0.3))
-    assert rank_status(3, "pi", Condition(PodState.READY), {}, before, 1.0).compute == pytest.approx(
+    assert rank_status(3, "pi", PodCondition(PodState.READY), {}, before, 1.0).compute == pytest.approx(
         0.5
     )  # since the start
     metrics.completed()
-    assert rank_status(3, "pi", Condition(PodState.READY), {}, shown(metrics), 1.0).phase == "Complete"
-    silent = rank_status(3, None, Condition(PodState.PENDING), {}, {}, 1.0)
+    assert rank_status(3, "pi", PodCondition(PodState.READY), {}, shown(metrics), 1.0).phase == "Complete"
+    silent = rank_status(3, None, PodCondition(PodState.PENDING), {}, {}, 1.0)
     assert (silent.phase, silent.step, silent.loss) == ("Pending", None, None)
-    assert problems([found], {3: Condition(PodState.PENDING, "no disk")}) == ["no disk"]
+    assert problems([found], {3: PodCondition(PodState.PENDING, "no disk")}) == ["no disk"]
 
 
 def test_workers_that_ran_out_of_memory_are_told_what_to_do_about_it_once() -> None:

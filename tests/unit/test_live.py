@@ -13,7 +13,7 @@ import pytest
 
 from horizonml.report.history import describe
 from horizonml.report.live import LiveRun
-from horizonml.report.live_facts import State
+from horizonml.report.live_facts import RunState
 from horizonml.report.records import load_run
 from horizonml.report.summary import summarise
 from horizonml.report.top import frame
@@ -93,34 +93,34 @@ def test_the_time_that_is_left_follows_from_the_steps_that_are_left(tmp_path: Pa
     first, rest = path.read_text().split("\n", 1)
     path.write_text(json.dumps({**json.loads(first), "total_steps": 16, "total_epochs": 2}) + "\n" + rest)
     run = polled(tmp_path, now=110.0)
-    assert (run.state, run.total_steps) == (State.RUNNING, 16)
+    assert (run.state, run.total_steps) == (RunState.RUNNING, 16)
     assert run.seconds_left == pytest.approx(10 * 0.5)
 
 
 @pytest.mark.parametrize(
     ("outcome", "now", "state"),
     [
-        ("complete", 1e9, State.FINISHED),
-        ("stopped", 1e9, State.STOPPED),
-        ("failed", 105.0, State.FAILED),
-        ("re-form", 105.0, State.RUNNING),
-        ("re-form", 1e9, State.LOST),
-        ("re-plan", 105.0, State.RUNNING),
+        ("complete", 1e9, RunState.FINISHED),
+        ("stopped", 1e9, RunState.STOPPED),
+        ("failed", 105.0, RunState.FAILED),
+        ("re-form", 105.0, RunState.RUNNING),
+        ("re-form", 1e9, RunState.LOST),
+        ("re-plan", 105.0, RunState.RUNNING),
     ],
 )
-def test_how_a_run_ended(tmp_path: Path, outcome: str, now: float, state: State) -> None:
+def test_how_a_run_ended(tmp_path: Path, outcome: str, now: float, state: RunState) -> None:
     write_group(tmp_path, (0, 1), 1, 100.0, range(1, 5), outcome)
     assert polled(tmp_path, now).state is state
 
 
 def test_a_run_without_records_or_steps_waits(tmp_path: Path) -> None:
     run = polled(tmp_path)
-    assert (run.state, run.step, run.members, run.curve.since(), run.timeline) == (State.WAITING, 0, [], [], None)
+    assert (run.state, run.step, run.members, run.curve.since(), run.timeline) == (RunState.WAITING, 0, [], [], None)
     write_group(tmp_path, (0, 1), 1, 199.0, range(1, 1))
     for path in tmp_path.glob("rank-*.jsonl"):
         path.write_text(path.read_text().splitlines()[0] + "\n")
     assert run.poll()
-    assert (run.state, len(run.members), run.newest, run.speed) == (State.WAITING, 2, None, None)
+    assert (run.state, len(run.members), run.newest, run.speed) == (RunState.WAITING, 2, None, None)
 
 
 def test_a_process_that_is_gone_is_noticed_at_once_and_one_that_is_there_is_trusted(tmp_path: Path) -> None:
@@ -129,12 +129,12 @@ def test_a_process_that_is_gone_is_noticed_at_once_and_one_that_is_there_is_trus
     write_group(tmp_path, (0, 1), 1, 100.0, range(1, 5))
     for path in tmp_path.glob("rank-*.jsonl"):
         path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
-    assert polled(tmp_path, 110.0).state is State.RUNNING
-    assert polled(tmp_path, 1e6).state is State.LOST
+    assert polled(tmp_path, 110.0).state is RunState.RUNNING
+    assert polled(tmp_path, 1e6).state is RunState.LOST
     lifeline = Lifeline(tmp_path, 0)
     lifeline.begin(1)
     try:
-        assert polled(tmp_path, 1e6).state is State.RUNNING
+        assert polled(tmp_path, 1e6).state is RunState.RUNNING
         trace = tmp_path / ".places" / "rank-0.lifeline"
         content = json.loads(trace.read_text())
         gone = os.fork()
@@ -142,7 +142,7 @@ def test_a_process_that_is_gone_is_noticed_at_once_and_one_that_is_there_is_trus
             os._exit(0)
         os.waitpid(gone, 0)
         trace.write_text(json.dumps({**content, "pid": gone}))
-        assert polled(tmp_path, 110.0).state is State.LOST
+        assert polled(tmp_path, 110.0).state is RunState.LOST
     finally:
         lifeline.end()
 
@@ -157,7 +157,7 @@ def test_another_process_becomes_rank_0_and_the_curve_goes_on(tmp_path: Path) ->
     for found in (run, polled(tmp_path)):  # while it happens, and afterwards
         assert [point[0] for point in found.curve.since()] == [1, 2, 3, 4, 5, 6, 7]
         assert [(member.rank, member.started_as) for member in found.members] == [(0, 1), (1, 2)]
-        assert found.state is State.FINISHED
+        assert found.state is RunState.FINISHED
         told = [event for event in found.events if event.kind == "lost"]
         assert told[-1].text == "rank 0 lost; went on after 2.0 s, from disk, 1 step again"
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from horizonml.engine.fragment import BLOCK, KEPT, decode, encode, encoded_bytes
-from horizonml.engine.local_steps import Part, Rows
+from horizonml.engine.local_steps import BatchRows, JoinedBatch
 from horizonml.errors import PlanError
 from horizonml.job.jobfile import changed, plan_values, read_plan, write_plan
 from horizonml.job.schema import Job
@@ -233,7 +233,9 @@ class Counted:
 
 
 def test_rows_of_several_batches_are_a_batch() -> None:
-    rows = Rows([Part(Counted(10, 0), 8, 10), Part(Counted(10, 100), 0, 0), Part(Counted(10, 200), 1, 4)])
+    rows = JoinedBatch(
+        [BatchRows(Counted(10, 0), 8, 10), BatchRows(Counted(10, 100), 0, 0), BatchRows(Counted(10, 200), 1, 4)]
+    )
     assert rows.size == 5
     found, negative = rows.inputs(0, 5)
     assert found.tolist() == [8, 9, 201, 202, 203]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from horizonml.job.jobfile import parse
-from horizonml.plan.lossy import LINK, PRECISION, SUMS, Choice, Setting, Tried, tried_from
+from horizonml.plan.lossy import LINK, PRECISION, SUMS, LossyChoice, Setting, Tried, tried_from
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.problem import Constraints, Problem
@@ -44,7 +44,7 @@ def test_lossy_choices_are_made_more_precise_one_by_one() -> None:
 
 def test_what_a_job_has_named_stays_as_it_is() -> None:
     setting = Setting(plan("int4", "int8", Sync.POWERSGD), "bf16", frozenset({SUMS}))
-    assert setting.lossy == [Choice(SUMS, 1, "powersgd")]
+    assert setting.lossy == [LossyChoice(SUMS, 1, "powersgd")]
     assert setting.exact().plan == plan("int4", "int8")
     assert setting.exact().precision == "bf16"
 

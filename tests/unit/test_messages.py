@@ -17,12 +17,12 @@ from horizonml.rendezvous.messages import (
     GroupStatus,
     HeldBack,
     Join,
+    JoinVerdict,
     Leave,
     Lost,
     NumberRequest,
     Peers,
     Resume,
-    Verdict,
 )
 from horizonml.rendezvous.service import MOST_VALUE, Keys
 from horizonml.rendezvous.wire import MOST_RANKS, PROTOCOL, check_hello, encode, fields_of, hello, parse, read
@@ -41,9 +41,9 @@ HELD = HeldBack("it dies", 8.5, own=True, probe=(("10.0.0.1", 29401),))
         Ask(7, NumberRequest("m1/10.0.0.1", 42, "d1", 3, 5)),
         Resume(7, rank(1, generation=2, group_size=3), (0, 1, 2)),
         Leave(Farewell("bye", Departure.AGAIN)),
-        Verdict(3, 1, (rank(0), rank(1))),
+        JoinVerdict(3, 1, (rank(0), rank(1))),
         BeatAnswer(GroupStatus((1, 2), 3, True, (3,), ("rank 2 has job evil",), "waiting for rank 1", (HELD,))),
-        BeatAnswer(GroupStatus(), Verdict(refused="it is there twice"), Ended("it is over", LOST, evicted=True)),
+        BeatAnswer(GroupStatus(), JoinVerdict(refused="it is there twice"), Ended("it is over", LOST, evicted=True)),
         Peers(None, {1: Farewell("bye", Departure.DONE)}, {0: 5, 1: 7}),
     ],
 )
@@ -124,10 +124,10 @@ def test_texts_from_the_network_are_shown_on_one_line() -> None:
         (Resume, {"id": 7, "resume": asdict(rank(1)), "beside": [True]}, "beside must be a whole number"),
         (Resume, {"id": 7, "resume": asdict(rank(1))}, "beside must be a list of at most 4096 ranks"),
         *(
-            (Verdict, asdict(Verdict(3, 1, [rank(0), rank(1)])) | changes, "must be")
+            (JoinVerdict, asdict(JoinVerdict(3, 1, [rank(0), rank(1)])) | changes, "must be")
             for changes in ({"rank": 2}, {"rank": "1"}, {"members": []}, {"members": 1}, {"members": [{}]})
         ),
-        (Verdict, asdict(Verdict(0, 1, [rank(0), rank(1)])), "must be"),
+        (JoinVerdict, asdict(JoinVerdict(0, 1, [rank(0), rank(1)])), "must be"),
         *(
             (Ended, {"reason": ""} | said, r"lost.* must be")
             for said in ({"lost": 3}, {"lost": [3]}, {"lost": [asdict(LOST[0]) | {"silent": -1}]})

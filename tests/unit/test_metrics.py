@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from horizonml.engine.clock import Step, Totals
+from horizonml.engine.clock import StepResult, Totals
 from horizonml.errors import PeerLost
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
@@ -32,9 +32,9 @@ from horizonml.runtime.worker import Worker, noticed_after
 from horizonml.telemetry.http import Limits
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Lines
-from horizonml.telemetry.record import EvaluationRecord, Source, StepRecord
+from horizonml.telemetry.record import EvaluationRecord, StateSource, StepRecord
 from horizonml.telemetry.run_info import JobFacts, PlanFacts, RunInfo
-from horizonml.telemetry.server import Server
+from horizonml.telemetry.server import MetricsServer
 from tests.web import get
 
 
@@ -57,7 +57,7 @@ def record(number: int) -> StepRecord:
     )  # fmt: skip
 
 
-STEP = Step(
+STEP = StepResult(
     Totals(2.0, {"accuracy": 0.25}, 64),
     0.2,
     0.1,
@@ -188,7 +188,7 @@ def test_faults_are_counted_and_lost_time_grows_while_it_is_lost() -> None:
     metrics.formed(2, 2)
     now += 0.2
     metrics.step(record(4), STEP)
-    metrics.recovered(1.2, 1, Source.REPLICA)
+    metrics.recovered(1.2, 1, StateSource.REPLICA)
     now += 2.6
     after = values(metrics)
     expected = {
@@ -331,7 +331,7 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 def port(metrics: Metrics) -> Iterator[int]:
-    server = Server(metrics.registry, ("127.0.0.1", 0), lambda: metrics.unready)
+    server = MetricsServer(metrics.registry, ("127.0.0.1", 0), lambda: metrics.unready)
     assert server.port is not None
     yield server.port
     server.close()
@@ -376,7 +376,7 @@ def test_a_device_is_called_as_its_user_or_its_cluster_says(monkeypatch: pytest.
 
 
 def test_a_rank_that_is_done_waits_for_the_last_look_of_those_who_come_regularly(metrics: Metrics) -> None:
-    server = Server(metrics.registry, ("127.0.0.1", 0), lambda: None)
+    server = MetricsServer(metrics.registry, ("127.0.0.1", 0), lambda: None)
     assert server.port is not None
     server.last_look(lambda: pytest.fail("nobody has ever come"))
     get(server.port, "/metrics")
@@ -391,7 +391,7 @@ def test_a_rank_that_is_done_waits_for_the_last_look_of_those_who_come_regularly
 
 
 def test_a_taken_port_is_a_warning_only(port: int, metrics: Metrics, caplog: pytest.LogCaptureFixture) -> None:
-    second = Server(metrics.registry, ("127.0.0.1", port), lambda: None)
+    second = MetricsServer(metrics.registry, ("127.0.0.1", port), lambda: None)
     assert second.port is None
     assert f"metrics are not served at 127.0.0.1:{port}: Address already in use" in caplog.text
     second.close()
@@ -415,7 +415,7 @@ def test_slow_rude_and_many_clients_do_no_harm(port: int) -> None:
 
 
 def test_slow_clients_keep_neither_others_out_nor_threads_or_descriptors(metrics: Metrics) -> None:
-    server = Server(metrics.registry, ("127.0.0.1", 0), lambda: metrics.unready, Limits(seconds=1.0))
+    server = MetricsServer(metrics.registry, ("127.0.0.1", 0), lambda: metrics.unready, Limits(seconds=1.0))
     port = server.port
     assert port is not None
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))

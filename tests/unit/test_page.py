@@ -16,7 +16,7 @@ from horizonml.errors import HorizonError, JobError
 from horizonml.plan.plan import Plan, Stage
 from horizonml.report.live_facts import Series
 from horizonml.report.page.describe import ACTIVATIONS, GRADIENTS, flows
-from horizonml.report.page.server import Guard, PageServer, static_files
+from horizonml.report.page.server import PageAccess, PageServer, static_files
 from horizonml.report.page.watcher import encode
 from horizonml.security.token import make_token
 from horizonml.telemetry.http import parse
@@ -169,7 +169,7 @@ def test_the_page_has_nothing_inline_and_no_address() -> None:
 )
 def test_a_name_that_was_pointed_here_is_refused(host: str, header: str, status: int | None) -> None:
     request = parse(f"GET /api/run HTTP/1.1\r\nHost: {header}\r\n\r\n".encode(), "127.0.0.1")
-    refused = Guard(host, None).refuse(request)  # type: ignore[arg-type]
+    refused = PageAccess(host, None).refuse(request)  # type: ignore[arg-type]
     assert (refused.status if refused is not None else None) == status
 
 
@@ -221,7 +221,7 @@ def test_without_a_token_or_from_another_machine_there_are_no_actions(tmp_path: 
         f"POST /api/actions/stop HTTP/1.1\r\nHost: 10.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode(),
         "10.0.0.2",
     )
-    refused = Guard("0.0.0.0", TOKEN).refuse(remote)  # type: ignore[arg-type]
+    refused = PageAccess("0.0.0.0", TOKEN).refuse(remote)  # type: ignore[arg-type]
     assert refused is not None
     assert refused.status == 403
 

@@ -23,9 +23,9 @@ from horizonml.machine.yielding import (
     COOL_SECONDS,
     IDLE_SECONDS,
     Courtesy,
+    DeviceReadings,
+    DeviceUsage,
     Policy,
-    Readings,
-    Usage,
     desktops_idle,
     terminals_idle,
 )
@@ -33,14 +33,14 @@ from tests.programs import need
 
 
 def test_without_conditions_a_device_may_always_train() -> None:
-    assert Policy().may_train(Readings(), 0.0) is None
+    assert Policy().may_train(DeviceReadings(), 0.0) is None
     assert not Policy().has_conditions
     assert all(policy.has_conditions for policy in (Policy(when_idle=True), Policy(on_mains=True)))
     assert Policy(max_temperature=70.0).has_conditions
 
 
-def idle(seconds: float, load: float | None = 0.0) -> Readings:
-    return Readings(idle_seconds=seconds, others_load=load)
+def idle(seconds: float, load: float | None = 0.0) -> DeviceReadings:
+    return DeviceReadings(idle_seconds=seconds, others_load=load)
 
 
 def test_it_trains_after_a_while_without_its_owner_and_stops_at_once() -> None:
@@ -56,7 +56,7 @@ def test_it_trains_after_a_while_without_its_owner_and_stops_at_once() -> None:
 
 
 def test_a_device_that_nobody_can_use_is_idle() -> None:
-    assert Policy(when_idle=True).may_train(Readings(), 0.0) is None
+    assert Policy(when_idle=True).may_train(DeviceReadings(), 0.0) is None
 
 
 def test_it_waits_until_other_programs_are_calm_and_a_short_burst_does_not_stop_it() -> None:
@@ -78,7 +78,7 @@ def test_heat_stops_it_until_it_has_cooled_down_for_a_while() -> None:
     policy = Policy(max_temperature=70.0)
 
     def at(degrees: float | None, now: float) -> str | None:
-        return policy.may_train(Readings(temperature=degrees), now)
+        return policy.may_train(DeviceReadings(temperature=degrees), now)
 
     assert at(69.0, 0.0) is None
     assert at(70.5, 1.0) == "this device is too hot: 70 °C, and at most 70 °C is allowed"
@@ -103,11 +103,11 @@ def test_a_limit_of_the_temperature_that_makes_no_sense_is_refused(limit: float)
 
 def test_on_its_battery_it_does_not_train() -> None:
     policy = Policy(on_mains=True)
-    assert policy.may_train(Readings(on_mains=True), 0.0) is None
-    assert policy.may_train(Readings(on_mains=False), 1.0) == "this device runs on its battery"
-    assert policy.may_train(Readings(on_mains=True), 5.0) == "this device has just been plugged in"
-    assert policy.may_train(Readings(on_mains=True), 16.0) is None
-    assert policy.may_train(Readings(), 17.0) == "whether this device runs on mains cannot be read"
+    assert policy.may_train(DeviceReadings(on_mains=True), 0.0) is None
+    assert policy.may_train(DeviceReadings(on_mains=False), 1.0) == "this device runs on its battery"
+    assert policy.may_train(DeviceReadings(on_mains=True), 5.0) == "this device has just been plugged in"
+    assert policy.may_train(DeviceReadings(on_mains=True), 16.0) is None
+    assert policy.may_train(DeviceReadings(), 17.0) == "whether this device runs on mains cannot be read"
 
 
 def test_the_processor_s_sensors_count_and_others_only_without_them() -> None:
@@ -140,7 +140,7 @@ def test_the_device_counts_as_used_when_the_observation_begins_and_opens_no_keyb
     keyboard = tmp_path / "dev" / "input" / "event0"
     keyboard.parent.mkdir(parents=True)
     os.mkfifo(keyboard)  # opening it would block
-    usage = Usage(tmp_path)
+    usage = DeviceUsage(tmp_path)
     first = usage.idle_seconds()
     assert 0 <= first < usage.idle_seconds()
 
@@ -173,7 +173,7 @@ def test_the_load_of_other_programs_is_told_from_that_of_our_own() -> None:
     assert share_of_others((10.0, 100.0, 5.0), (20.0, 120.0, 15.0), 4) == 0.25
     assert share_of_others((10.0, 100.0, 5.0), (20.0, 120.0, 35.0), 4) == 0.0
     assert share_of_others((10.0, 100.0, 5.0), (20.0, 190.0, 5.0), 4) == 1.0
-    usage = Usage()
+    usage = DeviceUsage()
     assert usage.others_load() is None
     deadline = time.monotonic() + 30
     while (load := usage.others_load()) is None:

@@ -12,7 +12,7 @@ from PIL import ExifTags, Image
 
 from horizonml.api.exports.card import how_to_load
 from horizonml.api.exports.export import export
-from horizonml.api.exports.formats import Format, preparation_of, properties
+from horizonml.api.exports.formats import ExportFormat, preparation_of, properties
 from horizonml.data.choose import describe
 from horizonml.data.files import FolderSource
 from horizonml.data.images import ImageSplit
@@ -77,7 +77,7 @@ def test_only_pictures_are_prepared() -> None:
 
 def test_weights_with_adapters_are_not_said_to_fit_the_model_without_them() -> None:
     given = Job.model_validate({"model": {"name": "resnet18", "lora": {"targets": ["layer4.*"]}}})
-    text = how_to_load(Format.SAFETENSORS, "m.safetensors", given, None)
+    text = how_to_load(ExportFormat.SAFETENSORS, "m.safetensors", given, None)
     assert 'weights = load_file("m.safetensors")' in text
     assert "load_state_dict" not in text
     assert "horizonml export --adapters" in text

@@ -10,7 +10,7 @@ from horizonml.telemetry.lifeline import Lifeline, Trace
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Silent
-from horizonml.telemetry.record import Source
+from horizonml.telemetry.record import StateSource
 from horizonml.telemetry.recorder import Recorder
 from tests.distributed.processes import wait_for
 from tests.unit.test_metrics import INFO, STEP, values
@@ -20,12 +20,12 @@ def test_recoveries_are_recorded_counted_and_read_back(tmp_path: Path) -> None:
     metrics, path = Metrics(3), tmp_path / "rank-1.jsonl"
     recorder = Recorder(path, Silent(), INFO, 0, metrics)
     recorder.step(STEP, 7, 1, 64, 0.1)
-    recorder.recovery(3, [0, 2], None, 1.5, 1, Source.REPLICA)
+    recorder.recovery(3, [0, 2], None, 1.5, 1, StateSource.REPLICA)
     recorder.checkpoint_skipped(7)
     recorder.close("complete")
     assert [line["kind"] for line in read_lines(path)] == ["run", "step", "recovery", "checkpoint skipped", "end"]
     (found,) = load_run("x", tmp_path).lead.recoveries
-    assert (found.generation, found.lost, found.silent_seconds, found.source) == (3, [0, 2], None, Source.REPLICA)
+    assert (found.generation, found.lost, found.silent_seconds, found.source) == (3, [0, 2], None, StateSource.REPLICA)
     assert (found.seconds, found.steps_repeated) == (1.5, 1)
     now = values(metrics)
     assert now["horizonml_recovery_seconds_count{source=replica}"] == 1
@@ -33,15 +33,15 @@ def test_recoveries_are_recorded_counted_and_read_back(tmp_path: Path) -> None:
 
 
 def test_recoveries_of_earlier_attempts_are_kept(tmp_path: Path) -> None:
-    for generation, source in ((2, Source.MEMORY), (3, Source.DISK)):
+    for generation, source in ((2, StateSource.MEMORY), (3, StateSource.DISK)):
         recorder = Recorder(tmp_path / "rank-1.jsonl", Silent(), replace(INFO, generation=generation), 0)
         recorder.step(STEP, generation, 1, 64, 0.1)
         recorder.recovery(generation, [2], 5.1, 0.5, 0, source)
         recorder.close("failed")
     found = load_run("x", tmp_path).lead.recoveries
     assert [(one.generation, one.source, one.silent_seconds) for one in found] == [
-        (2, Source.MEMORY, 5.1),
-        (3, Source.DISK, 5.1),
+        (2, StateSource.MEMORY, 5.1),
+        (3, StateSource.DISK, 5.1),
     ]
 
 

@@ -18,7 +18,7 @@ from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.identity import Identity
 from horizonml.runtime.worker import Worker
-from horizonml.state.disks import Probe
+from horizonml.state.disks import DiskProbe
 from horizonml.state.runfolder import MARK, RunFolder, make_run_folder
 from horizonml.state.shards import steps
 from horizonml.telemetry.log import JsonLines, read_lines
@@ -65,7 +65,7 @@ def test_only_runs_are_moved_away_and_deleted(tmp_path: Path) -> None:
     assert place.set_aside() is None
     assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "first"
     (run / "rank-0.jsonl").write_text("second")
-    probe = Probe(run)  # of another rank, which may delete it at any moment
+    probe = DiskProbe(run)  # of another rank, which may delete it at any moment
     assert place.set_aside() is None
     assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "second"
     assert (run / f".probe-{probe.token}").is_file()

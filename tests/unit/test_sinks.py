@@ -20,7 +20,7 @@ from horizonml.report.records import lead_records
 from horizonml.telemetry.fields import Point, Record
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
-from horizonml.telemetry.record import RecoveryRecord, Source, StepRecord, TimelineRecord
+from horizonml.telemetry.record import RecoveryRecord, StateSource, StepRecord, TimelineRecord
 from horizonml.telemetry.recorder import Recorder
 from horizonml.telemetry.run_info import RunInfo
 from horizonml.telemetry.sinks import Feed, Feeds, Scalars, check_packages, scalars
@@ -134,7 +134,7 @@ def record_run(folder: Path, feeds: Feeds | None, generation: int, start: int, s
         totals = replace(STEP.totals, loss=generation + 1 / number)
         recorder.step(replace(STEP, wall=0.2 + generation, totals=totals), number, 1, 64, 0.1)
     if generation:
-        recorder.recovery(generation, [1], None, 1.5, 3, Source.REPLICA)
+        recorder.recovery(generation, [1], None, 1.5, 3, StateSource.REPLICA)
     recorder.evaluation(STEP.totals, stop, 1, 0.5)
     recorder.close("complete" if generation else "failed")
 
@@ -227,7 +227,7 @@ def test_records_without_a_step_belong_to_the_one_before() -> None:
         replace(LEAD, time=4.0, resumed_at=2),
         replace(step(3), loss=float("nan"), divergence=None, wall=0.0, joules=None),
         TimelineRecord(3, []),
-        RecoveryRecord(6.0, 1, [1], 2.0, 1, Source.DISK),
+        RecoveryRecord(6.0, 1, [1], 2.0, 1, StateSource.DISK),
     ]
     shows = Scalars(sink)
     shows.write(records)

@@ -19,7 +19,7 @@ from horizonml.data.choose import load as load_data
 from horizonml.data.dataset import Data, DataInfo, Tree
 from horizonml.data.needs import loads_ahead
 from horizonml.data.own import Opened, describe_opened, load_opened
-from horizonml.data.spec import SOURCES, DataSpec, Source
+from horizonml.data.spec import SOURCES, DataSource, DataSpec
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError, JobError, ModelError
 from horizonml.job.foreign import places
@@ -137,7 +137,7 @@ def open_waves(spec: DataSpec) -> Opened:
 
 
 def test_a_row_each_adds_a_source_of_data_and_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SOURCES, "waves", Source(__name__, "columns", "path", needs_place=True, decodes=True))
+    monkeypatch.setitem(SOURCES, "waves", DataSource(__name__, "columns", "path", needs_place=True, decodes=True))
     monkeypatch.setitem(TASKS, "log_cosh", f"{__name__}:LogCosh")
     with pytest.raises(ValueError, match="path: say where the waves data lies"):
         DataSpec(name="waves", targets=["y"])

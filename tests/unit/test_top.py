@@ -11,11 +11,11 @@ from rich.cells import cell_len
 from rich.console import Console, Group
 
 from horizonml.report.live import LiveRun
-from horizonml.report.top import ASCII, UNICODE, Characters, frame, sparkline
+from horizonml.report.top import ASCII, UNICODE, ScreenCharacters, frame, sparkline
 from tests.runs import append, write_group, write_run
 
 
-def shown(folder: Path, width: int = 80, height: int | None = None, chars: Characters = UNICODE) -> list[str]:
+def shown(folder: Path, width: int = 80, height: int | None = None, chars: ScreenCharacters = UNICODE) -> list[str]:
     run = LiveRun(folder, lambda: 110.0)
     run.poll()
     lines = frame(run, width, height, chars)

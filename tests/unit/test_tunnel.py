@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from horizonml.comm.tunnel.addresses import (
     HEADER_BYTES,
-    Answer,
     Target,
+    TunnelAnswer,
     connected_from,
     entries,
     is_ours,
@@ -127,7 +127,7 @@ def test_a_header_that_leads_elsewhere_is_refused(target: Target) -> None:
 
 
 def test_every_answer_has_words() -> None:
-    assert len({answer.words for answer in Answer}) == len(Answer)
+    assert len({answer.words for answer in TunnelAnswer}) == len(TunnelAnswer)
 
 
 @pytest.mark.parametrize(

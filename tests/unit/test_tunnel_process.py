@@ -18,10 +18,10 @@ from types import FrameType
 import psutil
 import pytest
 
-from horizonml.comm.tunnel.addresses import Answer, Target, own_address, stand_in_address, vouch
-from horizonml.comm.tunnel.client import Tunnel, TunnelGone, Usage
+from horizonml.comm.tunnel.addresses import Target, TunnelAnswer, own_address, stand_in_address, vouch
+from horizonml.comm.tunnel.client import Tunnel, TunnelGone, TunnelUsage
 from horizonml.errors import SecurityError
-from horizonml.machine.network import Probe
+from horizonml.machine.network import AddressProbe
 from horizonml.security.tls import client_context
 from horizonml.security.token import Token, make_token
 from tests.distributed.processes import wait_for
@@ -160,9 +160,9 @@ def test_a_rank_that_has_the_token_reaches_nothing_but_ranks(start: Start) -> No
     start(port)
     with rank(0) as own, socket.create_server(("0.0.0.0", 0)) as service, socket.create_server((HERE, 0)) as local:
         own_port, everywhere, inside = (one.getsockname()[1] for one in (own, service, local))
-        assert ask(port, Target(own_address(0), own_port, False).to_bytes()) == Answer.CONNECTED
-        assert ask(port, Target(own_address(0), everywhere, False).to_bytes()) == Answer.NOBODY
-        assert ask(port, Target(own_address(1), own_port, False).to_bytes()) == Answer.NOBODY
+        assert ask(port, Target(own_address(0), own_port, False).to_bytes()) == TunnelAnswer.CONNECTED
+        assert ask(port, Target(own_address(0), everywhere, False).to_bytes()) == TunnelAnswer.NOBODY
+        assert ask(port, Target(own_address(1), own_port, False).to_bytes()) == TunnelAnswer.NOBODY
         for content in (Target(HERE, inside, False).to_bytes(), b"GET / HTTP/1.1\r\n", bytes(12)):
             assert ask(port, content) is None
         for other in (service, local):
@@ -176,7 +176,7 @@ def test_a_tunnel_leads_to_no_rank_of_another_run_of_the_same_user(start: Start)
     start(port)
     with rank(0, make_token()) as other, socket.create_server((own_address(1), 0)) as unknown:
         for listener in (other, unknown):
-            assert ask(port, Target(*listener.getsockname(), False).to_bytes()) == Answer.NOBODY
+            assert ask(port, Target(*listener.getsockname(), False).to_bytes()) == TunnelAnswer.NOBODY
             listener.settimeout(0.2)
             with pytest.raises(TimeoutError):
                 listener.accept()
@@ -196,7 +196,7 @@ def ask(port: int, content: bytes) -> int | None:
 def test_a_rank_that_looks_whether_it_reaches_a_machine_is_no_stranger(start: Start) -> None:
     there = start(port := free_port())
     for _ in range(3):
-        probe = Probe([(HERE, port)])
+        probe = AddressProbe([(HERE, port)])
         wait_for(lambda probe=probe: probe.look() or not probe.silent, "an answer", 5)
         probe.close()
     with socket.create_connection((HERE, port), timeout=10) as stranger:
@@ -369,13 +369,15 @@ def test_a_process_that_was_killed_is_started_again(start: Start) -> None:
     assert killed is not None
     killed.kill()
     killed.wait(10)
-    assert tunnel.usage() == Usage()
+    assert tunnel.usage() == TunnelUsage()
     with pytest.raises(TunnelGone):
         tunnel.open(HERE, 1, stand_in_address(0), (own_address(0), 1))
     tunnel.ensure()
     assert tunnel._process is not None
     assert tunnel._process.pid != killed.pid
-    assert set(tunnel._ask({"do": "stats"})) == {field.name for field in fields(Usage)}, "nothing is counted in vain"
+    assert set(tunnel._ask({"do": "stats"})) == {field.name for field in fields(TunnelUsage)}, (
+        "nothing is counted in vain"
+    )
     assert tunnel.usage().seconds > 0
 
 
@@ -385,7 +387,7 @@ def test_who_reads_the_metrics_while_it_starts_again_does_no_harm(start: Start) 
     assert killed is not None
     killed.kill()
     killed.wait(10)
-    seen: list[Usage] = []
+    seen: list[TunnelUsage] = []
 
     def read(frame: FrameType, event: str, _: object) -> None:
         """Ask between any two steps of the start, as a thread might."""
@@ -400,7 +402,7 @@ def test_who_reads_the_metrics_while_it_starts_again_does_no_harm(start: Start) 
         tunnel.ensure()
     finally:
         sys.setprofile(None)
-    assert seen[0] == Usage()
+    assert seen[0] == TunnelUsage()
     assert seen[-1].seconds > 0
 
 

@@ -25,7 +25,7 @@ from horizonml.planner.problem import Problem, Watts
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.record import DeviceFacts, Earlier, Planning, read_planning, write_planning
 from horizonml.planner.strategies import problem_for
-from horizonml.planner.what_if import Answer, plan_again
+from horizonml.planner.what_if import WhatIfAnswer, plan_again
 from horizonml.report import what_if as asking
 from horizonml.report.what_if import what_if
 from tests.runs import write_run
@@ -101,7 +101,7 @@ def ask(
     remove: Sequence[str] = (),
     rates: Mapping[str, str] | None = None,
     strategy: str | None = None,
-) -> Answer:
+) -> WhatIfAnswer:
     return plan_again(planning, read_changes(planning, add, remove, rates or {}), strategy, 60.0)
 
 

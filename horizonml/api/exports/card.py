@@ -14,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from horizonml.api.exports.formats import Format, Preparation, preparation_of
+from horizonml.api.exports.formats import ExportFormat, PicturePreparation, preparation_of
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import HorizonError
 from horizonml.job.schema import Job
 from horizonml.models.spec import TORCHVISION_MODELS
 from horizonml.plan.plan import Plan
-from horizonml.report.records import Run, load_run
+from horizonml.report.records import RecordedRun, load_run
 from horizonml.state.shards import Metadata
 from horizonml.telemetry.record import metric_text
 from horizonml.text import count, human_bytes, human_seconds
@@ -34,19 +34,19 @@ _ADAPTED = (
 )
 
 
-def how_to_load(format: Format, file: str, job: Job, info: DataInfo | None) -> str:
+def how_to_load(format: ExportFormat, file: str, job: Job, info: DataInfo | None) -> str:
     """Return the lines as a code block of Markdown, with what they need."""
     names = list(info.names) if info is not None and info.names else []
-    if format is Format.ONNX:
+    if format is ExportFormat.ONNX:
         lines, after = _onnx(file, names or ["input"], preparation_of(job, info), bool(info and info.labels))
-    elif format is Format.TORCH_EXPORT:
+    elif format is ExportFormat.TORCH_EXPORT:
         arguments = ", ".join(f"{name}={name}" for name in names) or "input"
         lines = ["import torch", "", f'model = torch.export.load("{file}").module()', f"outputs = model({arguments})"]
         after = "The archive runs without the model's code. Load only archives that you trust."
     else:
         reader = (
             ("import torch", f'torch.load("{file}", weights_only=True)')
-            if format is Format.STATE_DICT
+            if format is ExportFormat.STATE_DICT
             else ("from safetensors.torch import load_file", f'load_file("{file}")')
         )
         imported, built, note = _constructor(job, info)
@@ -57,7 +57,9 @@ def how_to_load(format: Format, file: str, job: Job, info: DataInfo | None) -> s
     return "\n".join(["```python", *lines, "```", "", after])
 
 
-def _onnx(file: str, names: Sequence[str], preparation: Preparation | None, has_labels: bool) -> tuple[list[str], str]:
+def _onnx(
+    file: str, names: Sequence[str], preparation: PicturePreparation | None, has_labels: bool
+) -> tuple[list[str], str]:
     """Return the lines that run an ONNX file, for a picture where it takes pictures, and a sentence about them."""
     opened = f'session = onnxruntime.InferenceSession("{file}")'
     if preparation is None:
@@ -159,7 +161,7 @@ class Subject:
     """Holds what a card is about."""
 
     draft: Path  # the file, which will have the same name elsewhere
-    format: Format
+    format: ExportFormat
     path: Path  # of the checkpoint
     metadata: Metadata
     job: Job | None  # None where this version cannot read it; then there is no card
@@ -203,7 +205,7 @@ def write_card(about: Subject) -> str:
     return _CARD.substitute(fields)
 
 
-def _run_of(path: Path) -> Run | None:
+def _run_of(path: Path) -> RecordedRun | None:
     """Return the records of the run that a checkpoint belongs to, if they lie beside it."""
     folder = path.absolute().parent.parent
     try:
@@ -259,7 +261,7 @@ def _metrics(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {metric_text(name, value)}" for name, value in held_out.items()) + when
 
 
-def _training(job: Job, metadata: Metadata, run: Run | None) -> str:
+def _training(job: Job, metadata: Metadata, run: RecordedRun | None) -> str:
     optimizer = f"{job.optimizer.name.upper()} with a learning rate of {job.optimizer.lr:g} ({job.lr_schedule.name})"
     text = f"{count(metadata.step, 'update')} of {count(job.batch_size, 'sample')}, by {optimizer}, seed {job.seed}"
     if not metadata.complete:
@@ -278,7 +280,7 @@ def _beginning(job: Job, metadata: Metadata) -> str:
     return f" It began with the weights `{weights.source}`" + (f", SHA-256 `{digest}`." if digest else ".") + frozen
 
 
-def _plan(metadata: Metadata, run: Run | None) -> str:
+def _plan(metadata: Metadata, run: RecordedRun | None) -> str:
     try:
         plan = Plan.from_json(metadata.plan.model_dump())
         layers = run.lead.run.layers if run is not None else []
@@ -289,7 +291,7 @@ def _plan(metadata: Metadata, run: Run | None) -> str:
     return "\n".join(["The plan of the last group of ranks:", "", *(f"- {line}" for line in lines)])
 
 
-def _devices(run: Run | None) -> str:
+def _devices(run: RecordedRun | None) -> str:
     if run is None:
         return "The run's records did not lie beside the checkpoint, so its devices are not known."
     rows = [
@@ -300,7 +302,7 @@ def _devices(run: Run | None) -> str:
     return "\n".join(["| rank | device | processor | cores | memory |", "|---|---|---|---|---|", *rows])
 
 
-def _energy(run: Run | None) -> str:
+def _energy(run: RecordedRun | None) -> str:
     ranks: Sequence[Any] = run.ranks if run is not None else ()
     measured = {
         rank.run.node or rank.run.host: sum(step.joules or 0.0 for step in rank.steps)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from horizonml.api.exports import graphs
 from horizonml.api.exports.card import Subject, write_card
-from horizonml.api.exports.formats import AUTO, Format, check_weights, choose_format, find_samples, noise
+from horizonml.api.exports.formats import AUTO, ExportFormat, check_weights, choose_format, find_samples, noise
 from horizonml.api.exports.trained import info_of, job_of, load_trained, mapped_weights, refuse_incomplete_data
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import CheckpointError, DataError, ExportError, JobError
@@ -32,7 +32,7 @@ class Exported:
     """Tells what was exported, and how it was checked."""
 
     output: Path
-    format: Format
+    format: ExportFormat
     step: int  # of the checkpoint
     metrics: dict[str, int | float]  # of its last evaluation
     check: str  # what the verification found, in words
@@ -86,7 +86,7 @@ class _Weights:
     """Goes from shard to file, without building the model or running any of its code."""
 
     def __init__(
-        self, source: Path, format: Format, verify: int, overrides: Sequence[str], average: bool | None
+        self, source: Path, format: ExportFormat, verify: int, overrides: Sequence[str], average: bool | None
     ) -> None:
         self._format, self._verify, self._average = format, verify, average
         self._path, self._metadata = find(source)
@@ -115,7 +115,7 @@ class _Weights:
         """Write the file, tensor by tensor. Raises OSError."""
         draft.touch()  # torch does not say why it cannot open a file
         try:
-            if self._format is Format.STATE_DICT:
+            if self._format is ExportFormat.STATE_DICT:
                 torch.save(weights, draft)
             else:
                 save_file(weights, draft, metadata={"format": "pt", "step": str(self._metadata.step)})
@@ -125,7 +125,7 @@ class _Weights:
             raise OSError(errno.ENOSPC, "writing ended too early; the disk may be full") from error
 
     def _load(self, draft: Path) -> Mapping[str, Tensor]:
-        if self._format is Format.STATE_DICT:
+        if self._format is ExportFormat.STATE_DICT:
             found: Mapping[str, Tensor] = torch.load(draft, weights_only=True, mmap=True, map_location="cpu")
             return found
         return load_file(draft)
@@ -135,7 +135,7 @@ class _Graph:
     """Builds the model, records its computation, and compares."""
 
     def __init__(
-        self, source: Path, format: Format, verify: int, overrides: Sequence[str], average: bool | None
+        self, source: Path, format: ExportFormat, verify: int, overrides: Sequence[str], average: bool | None
     ) -> None:
         self._format, self._verify = format, verify
         self._trained = load_trained(source, overrides, average=average)

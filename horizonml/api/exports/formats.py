@@ -28,7 +28,7 @@ from horizonml.machine.code import require
 from horizonml.text import count, nearest
 
 
-class Format(StrEnum):
+class ExportFormat(StrEnum):
     """Names a format of an exported model."""
 
     STATE_DICT = "state-dict"
@@ -40,43 +40,43 @@ class Format(StrEnum):
     def words(self) -> str:
         """Return the format's name for people."""
         return {
-            Format.STATE_DICT: "PyTorch state dict",
-            Format.SAFETENSORS: "safetensors",
-            Format.ONNX: "ONNX",
-            Format.TORCH_EXPORT: "torch.export archive",
+            ExportFormat.STATE_DICT: "PyTorch state dict",
+            ExportFormat.SAFETENSORS: "safetensors",
+            ExportFormat.ONNX: "ONNX",
+            ExportFormat.TORCH_EXPORT: "torch.export archive",
         }[self]
 
     @property
     def has_graph(self) -> bool:
         """Return whether the file holds the computation, and not only the weights."""
-        return self in (Format.ONNX, Format.TORCH_EXPORT)
+        return self in (ExportFormat.ONNX, ExportFormat.TORCH_EXPORT)
 
     def require_packages(self) -> None:
         """Raise MissingPackage unless everything is installed that this format needs."""
-        if self is Format.ONNX:
+        if self is ExportFormat.ONNX:
             for package in ("onnx", "onnxscript", "onnxruntime"):
                 require(package, "an export to ONNX")
 
 
 _ENDINGS = {
-    ".pt": Format.STATE_DICT,
-    ".pth": Format.STATE_DICT,
-    ".safetensors": Format.SAFETENSORS,
-    ".onnx": Format.ONNX,
-    ".pt2": Format.TORCH_EXPORT,
+    ".pt": ExportFormat.STATE_DICT,
+    ".pth": ExportFormat.STATE_DICT,
+    ".safetensors": ExportFormat.SAFETENSORS,
+    ".onnx": ExportFormat.ONNX,
+    ".pt2": ExportFormat.TORCH_EXPORT,
 }
 AUTO = "auto"
 
 
-def choose_format(output: Path, wanted: str = AUTO) -> Format:
+def choose_format(output: Path, wanted: str = AUTO) -> ExportFormat:
     """Return the format of a name, or for "auto" the one that the file's ending stands for. Raises JobError."""
     if wanted != AUTO:
-        known = [format.value for format in Format]
+        known = [format.value for format in ExportFormat]
         if wanted not in known:
             raise JobError(
                 f"--format: {wanted!r} is not one of {', '.join([AUTO, *known])}{nearest(wanted, [AUTO, *known])}"
             )
-        return Format(wanted)
+        return ExportFormat(wanted)
     format = _ENDINGS.get(output.suffix.lower())
     if format is None:
         endings = ", ".join(f"{ending} ({format.words})" for ending, format in _ENDINGS.items())
@@ -85,7 +85,7 @@ def choose_format(output: Path, wanted: str = AUTO) -> Format:
 
 
 @dataclass(frozen=True)
-class Preparation:
+class PicturePreparation:
     """Holds what is done to a picture, which is that of `horizonml predict`, too."""
 
     channels: int
@@ -124,13 +124,13 @@ class Preparation:
         return json.dumps({"size": size, "mean": [self.mean] * self.channels, "std": [self.std] * self.channels})
 
 
-def preparation_of(job: Job, info: DataInfo | None) -> Preparation | None:
+def preparation_of(job: Job, info: DataInfo | None) -> PicturePreparation | None:
     """Return how a picture is prepared for the model of a job; None if its inputs are not pictures, or not known."""
     known = normalisation(job.data)
     if info is None or known is None or len(info.inputs) != 1 or len(info.inputs[0].shape) != 3:
         return None
     channels, height, width = info.inputs[0].shape
-    return Preparation(channels, height, width, *known)
+    return PicturePreparation(channels, height, width, *known)
 
 
 def properties(job: Job, info: DataInfo) -> dict[str, str]:
@@ -141,7 +141,7 @@ def properties(job: Job, info: DataInfo) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Samples:
+class ComparedSamples:
     """Holds a model's inputs, and says what they are."""
 
     inputs: tuple[Tensor, ...]  # in the order of `DataInfo.inputs`
@@ -153,7 +153,7 @@ class Samples:
         return tuple(tensor[start:stop] for tensor in self.inputs)
 
 
-def find_samples(spec: DataSpec, info: DataInfo, number: int, cache: Path) -> Samples:
+def find_samples(spec: DataSpec, info: DataInfo, number: int, cache: Path) -> ComparedSamples:
     """Return up to `number` held-out samples, or noise where this machine does not have the data.
 
     Nothing is downloaded. The words of noise say why it is noise.
@@ -167,18 +167,18 @@ def find_samples(spec: DataSpec, info: DataInfo, number: int, cache: Path) -> Sa
     except (HorizonError, OSError) as error:
         return noise(info, number, f"the held-out data cannot be read: {error}")
     inputs = (found,) if isinstance(found, Tensor) else tuple(found)
-    return Samples(
+    return ComparedSamples(
         inputs,
         f"{count(len(inputs[0]), 'held-out sample')} of {spec.folder if spec.name == 'folder' else spec.name}",
         True,
     )
 
 
-def noise(info: DataInfo, number: int, why: str) -> Samples:
+def noise(info: DataInfo, number: int, why: str) -> ComparedSamples:
     """Return samples of noise, the same ones every time."""
     generator = torch.Generator().manual_seed(name_seed(0, "export"))
     inputs = tuple(_noise(spec, name, info, number, generator) for spec, name in _named(info))
-    return Samples(inputs, f"{count(number, 'sample')} of noise ({why})", False)
+    return ComparedSamples(inputs, f"{count(number, 'sample')} of noise ({why})", False)
 
 
 def _named(info: DataInfo) -> list[tuple[TensorSpec, str]]:

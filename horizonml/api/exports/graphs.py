@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horizonml.api.exports.formats import Agreement, Format, Samples, compare, properties
+from horizonml.api.exports.formats import Agreement, ComparedSamples, ExportFormat, compare, properties
 from horizonml.api.exports.trained import Trained, flat_tensors
 from horizonml.errors import ExportError, is_out_of_memory
 
@@ -27,26 +27,26 @@ Run = Callable[[tuple[Tensor, ...]], list[Tensor]]
 """Computes the outputs of an exported file for a batch of inputs."""
 
 
-def write(format: Format, trained: Trained, samples: Samples, draft: Path) -> None:
+def write(format: ExportFormat, trained: Trained, samples: ComparedSamples, draft: Path) -> None:
     """Write the model's computation and its weights. Raises ExportError or OSError."""
     inputs = tuple(torch.cat([tensor] * _EXAMPLES)[:_EXAMPLES] for tensor in samples.inputs)
     args, kwargs = trained.arguments(inputs)
     with quietly(trained, format), torch.no_grad():
         recorded = torch.export.export(trained.module, args, kwargs, dynamic_shapes=_dynamic_shapes(trained))
-        if format is Format.ONNX:
+        if format is ExportFormat.ONNX:
             _write_onnx(trained, samples, recorded, draft)
         else:
             torch.export.save(recorded, draft)
 
 
-def verify(format: Format, trained: Trained, samples: Samples, draft: Path) -> Agreement:
+def verify(format: ExportFormat, trained: Trained, samples: ComparedSamples, draft: Path) -> Agreement:
     """Return how the outputs of the file agree with the model's. Raises ExportError if they do not.
 
     The samples are computed in two batches of different sizes, one of them a single sample: the batch must be free.
     """
     number = len(samples.inputs[0])
     with quietly(trained, format), torch.no_grad():
-        run = _onnx(trained, draft) if format is Format.ONNX else _torch_export(trained, draft)
+        run = _onnx(trained, draft) if format is ExportFormat.ONNX else _torch_export(trained, draft)
         found = [run(samples.rows(start, stop)) for start, stop in ((0, 1), (1, number)) if stop > start]
     parts = zip(*found, strict=True)
     joined = [torch.cat(tensors) if tensors[0].dim() else tensors[0] for tensors in parts]
@@ -60,7 +60,9 @@ def _dynamic_shapes(trained: Trained) -> Any:
     return dict(zip(trained.input.names, shapes, strict=True)) if trained.input.names else tuple(shapes)
 
 
-def _write_onnx(trained: Trained, samples: Samples, recorded: torch.export.ExportedProgram, draft: Path) -> None:
+def _write_onnx(
+    trained: Trained, samples: ComparedSamples, recorded: torch.export.ExportedProgram, draft: Path
+) -> None:
     """Write the graph with its weights; weights of more than a gigabyte go into a second file, FILE.data.
 
     The names of classes, and how pictures are prepared, are properties of the file.
@@ -120,7 +122,7 @@ def _output_names(output: Any, name: str = "") -> list[str]:
 
 
 @contextmanager
-def quietly(trained: Trained, format: Format) -> Iterator[None]:
+def quietly(trained: Trained, format: ExportFormat) -> Iterator[None]:
     """Silence an exporter's own messages, and turn what it raises into an ExportError."""
     levels = {name: logging.getLogger(name).level for name in ("torch.onnx", "torch.export", "onnxscript")}
     for name in levels:

@@ -138,7 +138,7 @@ _MAGIC, _VERSION, _PLAIN = b"hzml", 1, 1
 HEADER_BYTES = _LAYOUT.size
 
 
-class Answer(enum.IntEnum):
+class TunnelAnswer(enum.IntEnum):
     """What the other machine answers, one byte."""
 
     CONNECTED = 0
@@ -149,9 +149,9 @@ class Answer(enum.IntEnum):
     def words(self) -> str:
         """Return it for people."""
         match self:
-            case Answer.CONNECTED:
+            case TunnelAnswer.CONNECTED:
                 return "connected"
-            case Answer.NOBODY:
+            case TunnelAnswer.NOBODY:
                 return "no rank of that machine's user listens there (any more)"
         return "that machine carries as many connections as it can"
 

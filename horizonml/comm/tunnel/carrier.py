@@ -16,8 +16,8 @@ from typing import Any
 from horizonml.comm.tunnel.addresses import (
     HEADER_BYTES,
     NETWORK,
-    Answer,
     Target,
+    TunnelAnswer,
     connected_from,
     is_vouched_for,
     kernel_table,
@@ -168,7 +168,7 @@ class Carrier:
             socket.socket(where[0], socket.SOCK_STREAM) as connection,
         ):
             far = await self._reach_tunnel(connection, where, Target(_PROBE, probe.getsockname()[1], False))
-            return await far.receive(1) == bytes([Answer.CONNECTED])
+            return await far.receive(1) == bytes([TunnelAnswer.CONNECTED])
 
     async def _reach_tunnel(self, connection: socket.socket, where: Address, target: Target) -> SecureEnd:
         """Connect with another machine's tunnel, and name the target; the answer is to come. Raises OSError."""
@@ -221,13 +221,13 @@ class Carrier:
                 held.pop_all()
                 self._carry(near, far)
 
-    async def _reach(self, target: Target) -> tuple[Answer, socket.socket | None]:
+    async def _reach(self, target: Target) -> tuple[TunnelAnswer, socket.socket | None]:
         """Connect to one of this user's ranks on this machine that has this token, and to nothing else."""
         if len(self._pipes) >= MOST_CONNECTIONS:
-            return Answer.FULL, None
+            return TunnelAnswer.FULL, None
         is_own = listener_of(kernel_table(), target.address, target.port) == os.geteuid()
         if not is_own or not is_vouched_for(self._token, target.address, target.port):
-            return Answer.NOBODY, None
+            return TunnelAnswer.NOBODY, None
         near = socket.socket()
         near.setblocking(False)
         try:
@@ -236,8 +236,8 @@ class Carrier:
             near.close()
             if not isinstance(error, OSError):
                 raise
-            return Answer.NOBODY, None
-        return Answer.CONNECTED, near
+            return TunnelAnswer.NOBODY, None
+        return TunnelAnswer.CONNECTED, near
 
     def _carry(self, near: socket.socket, far: SecureEnd) -> None:
         self.cipher = far.cipher
@@ -328,8 +328,8 @@ class Carrier:
         try:
             far = await self._reach_tunnel(connection, where, target)
             (answer,) = await far.receive(1)
-            if answer != Answer.CONNECTED:
-                raise ValueError(Answer(answer).words)
+            if answer != TunnelAnswer.CONNECTED:
+                raise ValueError(TunnelAnswer(answer).words)
             if target.plain:
                 await far.leave_tls()
         except BaseException:

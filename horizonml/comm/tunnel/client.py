@@ -61,7 +61,7 @@ class TunnelGone(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Usage:
+class TunnelUsage:
     """Says what a tunnel has carried so far, and what it took."""
 
     sent: int = 0  # bytes
@@ -104,7 +104,7 @@ class Tunnel:
         self._ensuring = threading.Lock()  # a thread that connected the last group may still be at it
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
-        self._last = Usage()
+        self._last = TunnelUsage()
         self.ensure()
 
     def ensure(self) -> None:
@@ -203,10 +203,10 @@ class Tunnel:
         with suppress(TunnelGone):
             self._ask({"do": "close", "numbers": list(numbers)})
 
-    def usage(self) -> Usage:
+    def usage(self) -> TunnelUsage:
         """Return what was carried so far; what was known last, if the process does not answer."""
         with suppress(TunnelGone):
-            self._last = Usage(**self._ask({"do": "stats"}))
+            self._last = TunnelUsage(**self._ask({"do": "stats"}))
         return self._last
 
     def close(self, seconds: float = 0.0) -> None:
@@ -276,7 +276,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 @dataclass(frozen=True)
-class Peer:
+class TunnelPeer:
     """Says which machine a rank of a group runs on, and where that machine's tunnel accepts connections."""
 
     host_id: str
@@ -288,7 +288,7 @@ class Peer:
 class Links:
     """Holds the peers of a group in the order of their ranks, this rank among them, and this rank's tunnel."""
 
-    peers: Sequence[Peer]
+    peers: Sequence[TunnelPeer]
     tunnel: Tunnel
 
     def far(self, one: int, other: int) -> bool:

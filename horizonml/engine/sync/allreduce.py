@@ -35,7 +35,7 @@ from horizonml.engine.staging import CPU
 from horizonml.engine.sync.base import Members, SyncedBuffers, trainable
 from horizonml.errors import ModelError, PeerLost
 from horizonml.plan.gradients import BUCKET_BYTES, TREE_BYTES, TREE_BYTES_ON_ONE_HOST, in_buckets
-from horizonml.state.parts import Part
+from horizonml.state.parts import TensorSplit
 
 
 @dataclass
@@ -71,14 +71,14 @@ class Bucket:
 class AllReduce:
     """Sums gradients as 32-bit floats over two or more members."""
 
-    def __init__(self, module: nn.Module, members: Members, split: Mapping[str, Part] | None = None) -> None:
+    def __init__(self, module: nn.Module, members: Members, split: Mapping[str, TensorSplit] | None = None) -> None:
         """Join the sums of a stage. Raises PeerLost.
 
         `split` names the parameters and buffers of which each member holds its own part; these are not summed. With
         `split`, all members compute the same gradients of the remaining parameters, and these are averaged.
         """
         self.replicas = 1 if split is None else len(members.ranks)
-        self.parts: Mapping[str, Part] = split or {}
+        self.parts: Mapping[str, TensorSplit] = split or {}
         self._members, self._group, self._clock = members, members.group, members.clock
         self._staging, self._device = members.staging, members.staging.device
         self._named = {name: parameter for name, parameter in trainable(module).items() if name not in self.parts}

@@ -15,7 +15,7 @@ from horizonml.engine.staging import Staging
 from horizonml.errors import ModelError
 from horizonml.models.tuning import still_buffers
 from horizonml.plan.plan import Stage
-from horizonml.state.parts import Part
+from horizonml.state.parts import TensorSplit
 
 
 @dataclass
@@ -57,7 +57,7 @@ class GradientSync(Protocol):
     """The number of members that work on the same samples."""
     bytes_sent: int
     """The bytes that this member sends in the step under way; it receives as many."""
-    parts: Mapping[str, Part]
+    parts: Mapping[str, TensorSplit]
     """The parameters and buffers of which this member holds only a part."""
 
     def begin(self, measure_divergence: bool) -> None:
@@ -87,7 +87,7 @@ class Alone:
 
     replicas: int = 1
     bytes_sent: int = 0
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, TensorSplit] = field(default_factory=dict)
 
     def begin(self, measure_divergence: bool) -> None:
         """Do nothing."""

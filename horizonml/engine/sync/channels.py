@@ -26,7 +26,7 @@ from horizonml.engine.sync.base import Members
 from horizonml.errors import ModelError
 from horizonml.models.channels import find_pairs, is_depthwise
 from horizonml.models.tuning import is_still, keep_still
-from horizonml.state.parts import Part, gather
+from horizonml.state.parts import TensorSplit, gather
 
 
 class Exchange:
@@ -136,7 +136,7 @@ class _ColwiseParallel(_Layer):
     """Computes this member's output channels, and gathers those of all members if `gathered` has their bounds."""
 
     exchange: Exchange
-    gathered: Part | None = None
+    gathered: TensorSplit | None = None
 
     def forward(self, value: Tensor) -> Tensor:
         value = _Copy.apply(value, self.exchange)  # type: ignore[no-untyped-call]
@@ -185,7 +185,7 @@ class Channels(AllReduce):
             )
         self._module, self._stage_members = module, members
         self._exchange = Exchange(members)
-        self._split: dict[str, Part] = {}
+        self._split: dict[str, TensorSplit] = {}
         pairs = find_pairs(module)
         firsts = {pair.first for pair in pairs}
         seconds = {pair.second: pair for pair in pairs}
@@ -212,14 +212,14 @@ class Channels(AllReduce):
         self.bytes_sent += self._exchange.bytes
         return divergence
 
-    def _part(self, name: str, channels: int) -> Part:
+    def _part(self, name: str, channels: int) -> TensorSplit:
         bounds = self._stage_members.stage.parts(channels)
         if any(start == stop for start, stop in bounds):
             raise ModelError(
                 f"layer {name} has {channels} channels, which cannot be split over {len(bounds)} ranks; use at most "
                 f"{channels} workers, or another parallel.strategy"
             )
-        return Part(0, tuple(bounds), self._stage_members.place, self._stage_members.ranks)
+        return TensorSplit(0, tuple(bounds), self._stage_members.place, self._stage_members.ranks)
 
     def _split_outputs(self, name: str, layer: nn.Conv2d | nn.Linear, alone: bool, between: bool) -> None:
         part = self._part(name, layer.weight.shape[0])
@@ -229,7 +229,7 @@ class Channels(AllReduce):
             new.exchange, new.gathered = self._exchange, part if alone else None
         self._replace(name, layer, new, {"weight": part} | ({} if bias is None else {"bias": part}))
 
-    def _split_inputs(self, name: str, layer: nn.Conv2d | nn.Linear, entering: Part) -> None:
+    def _split_inputs(self, name: str, layer: nn.Conv2d | nn.Linear, entering: TensorSplit) -> None:
         each = layer.weight.shape[1] // entering.size  # values per channel, where feature maps were flattened
         bounds = tuple((start * each, stop * each) for start, stop in entering.bounds)
         part = replace(entering, dim=1, bounds=bounds)
@@ -253,7 +253,7 @@ class Channels(AllReduce):
             keep_still(new)
         self._replace(name, layer, new, {key: part for key, value in own.items() if value.dim()})
 
-    def _replace(self, name: str, old: nn.Module, new: nn.Module, parts: dict[str, Part]) -> None:
+    def _replace(self, name: str, old: nn.Module, new: nn.Module, parts: dict[str, TensorSplit]) -> None:
         self._module.set_submodule(name, new)
         self._split |= {f"{name}.{key}": part for key, part in parts.items()}
         old.to("meta")  # frees the full layer

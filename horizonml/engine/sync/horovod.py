@@ -22,7 +22,7 @@ from horizonml.comm.group import Group
 from horizonml.engine.sync.base import Members, SyncedBuffers, trainable
 from horizonml.errors import JobError, PeerLost
 from horizonml.machine.network import address_of
-from horizonml.state.parts import Part
+from horizonml.state.parts import TensorSplit
 
 _OURS = "HORIZONML_HOROVOD"  # set where the rendezvous comes from this module
 # The variable that each MPI sets for its ranks, and the library that Horovod must be built with to use that MPI.
@@ -142,7 +142,7 @@ class HorovodSync:
 
     def __init__(self, module: nn.Module, members: Members) -> None:
         """Connect Horovod's ranks. Raises PeerLost, or JobError if Horovod's launcher numbers them differently."""
-        self.parts: Mapping[str, Part] = {}
+        self.parts: Mapping[str, TensorSplit] = {}
         members.group.at_close(self._forget)  # before `connect`, and so called after it has shut Horovod down
         self._hvd, self._clock, self._first = connect(members.group), members.clock, members.place == 0
         self._group = members.group

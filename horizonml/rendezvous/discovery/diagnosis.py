@@ -23,7 +23,7 @@ from horizonml import __version__
 from horizonml.machine.network import route_to
 from horizonml.rendezvous.client import Client, ServiceError, ServiceRefuses
 from horizonml.rendezvous.discovery.multicast import Hearing, Interface, choose, interfaces, listen
-from horizonml.rendezvous.discovery.records import Found
+from horizonml.rendezvous.discovery.records import FoundService
 from horizonml.security.tls import client_context, is_of_a_token
 from horizonml.security.token import TOKEN, Token
 from horizonml.text import some
@@ -94,7 +94,7 @@ def _number(file: Path) -> str | None:
 
 
 def explain_nobody(
-    found: Sequence[Found], token_id: str, version: str, surroundings: Surroundings | None = None
+    found: Sequence[FoundService], token_id: str, version: str, surroundings: Surroundings | None = None
 ) -> str:
     """Return why this device has found no service that it can join, in sentences, one on each line.
 
@@ -110,7 +110,7 @@ def explain_nobody(
     return "\n".join([*lines, *([clocks] if clocks is not None else [])])
 
 
-def _why_not(service: Found, token_id: str, version: str) -> str:
+def _why_not(service: FoundService, token_id: str, version: str) -> str:
     place = f"{service.name} at {service.host}:{service.port}"
     if service.token_id != token_id:
         if not token_id:

@@ -21,7 +21,7 @@ from horizonml.rendezvous.device_messages import (
     JobOffer,
 )
 from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_nobody
-from horizonml.rendezvous.discovery.records import Found
+from horizonml.rendezvous.discovery.records import FoundService
 from horizonml.rendezvous.discovery.service import browse
 from horizonml.rendezvous.messages import (
     Nothing,
@@ -57,7 +57,7 @@ def at(peer: str) -> ServiceAddress:
 
 
 def find(
-    token: Token | None, choose: Callable[[Sequence[Found]], Found | None], stop: Callable[[], bool]
+    token: Token | None, choose: Callable[[Sequence[FoundService]], FoundService | None], stop: Callable[[], bool]
 ) -> ServiceAddress | None:
     """Return the lobby to join, or None if `stop` says so.
 
@@ -85,19 +85,19 @@ class _Search:
     def __init__(self, token: Token | None, stop: Callable[[], bool]) -> None:
         self._token, self._token_id, self._stop = token, token.id if token is not None else "", stop
         self._prover = Prover(token)
-        self._found: list[Found] = []  # all, whether they fit or not
+        self._found: list[FoundService] = []  # all, whether they fit or not
         self._seconds = 0.0  # until the first that fits
 
-    def run(self) -> list[Found]:
+    def run(self) -> list[FoundService]:
         """Return the runs, as soon as there is one."""
-        begin, runs = time.monotonic(), list[Found]()
+        begin, runs = time.monotonic(), list[FoundService]()
         while not runs and not self._stop() and (left := begin + SECONDS - time.monotonic()) > 0:
             first = self._look(left)
             self._seconds = (first or time.monotonic()) - begin
             runs = self._prover.prove(self._fitting(), self._stop)
         return runs
 
-    def tell(self, runs: Sequence[Found]) -> None:
+    def tell(self, runs: Sequence[FoundService]) -> None:
         """Say what was found."""
         for service in runs:
             print(f"found {words(service)} (after {self._seconds:.1f} s)", flush=True)
@@ -123,7 +123,7 @@ class _Search:
         """Look for services until some may be tried, and return when the first of them was found."""
         first: list[float] = []
 
-        def note(service: Found) -> bool:
+        def note(service: FoundService) -> bool:
             if fits(service, self._token_id) and self._prover.is_worth_a_try(service):
                 first.append(time.monotonic())
             return False
@@ -131,22 +131,22 @@ class _Search:
         def settled() -> bool:
             return self._stop() or bool(first and time.monotonic() - first[0] > _SETTLE_SECONDS)
 
-        def wanted(service: Found) -> bool:
+        def wanted(service: FoundService) -> bool:
             return fits(service, self._token_id) and self._prover.is_new(service)
 
         self._found = browse(seconds, note, settled, wanted) or self._found
         return first[0] if first else None
 
-    def _fitting(self) -> list[Found]:
+    def _fitting(self) -> list[FoundService]:
         return [service for service in self._found if fits(service, self._token_id)]
 
 
-def fits(service: Found, token_id: str) -> bool:
+def fits(service: FoundService, token_id: str) -> bool:
     """Return whether this device can join what was found."""
     return service.token_id == token_id and service.version == __version__
 
 
-def words(service: Found) -> str:
+def words(service: FoundService) -> str:
     """Return what was found, for people."""
     job = f", which trains {service.job}" if service.job else ""
     return printable(f"{service.name} at {service.host}:{service.port}{job}")
@@ -169,15 +169,15 @@ class Prover:
         self._tls = client_context(token) if token is not None else None
         self._tries: Counter[Address] = Counter()
 
-    def is_new(self, service: Found) -> bool:
+    def is_new(self, service: FoundService) -> bool:
         """Return whether an address of a service has never been tried."""
         return any(self._tries[address] == 0 for address in _addresses(service))
 
-    def is_worth_a_try(self, service: Found) -> bool:
+    def is_worth_a_try(self, service: FoundService) -> bool:
         """Return whether an address of a service may be tried once more."""
         return any(self._tries[address] < _MOST_TRIES for address in _addresses(service))
 
-    def prove(self, services: Sequence[Found], stop: Callable[[], bool]) -> list[Found]:
+    def prove(self, services: Sequence[FoundService], stop: Callable[[], bool]) -> list[FoundService]:
         """Return those that lead to runs, one for each run, with the address that answered as the first.
 
         It takes some seconds at most, and hardly any where all answer.
@@ -194,7 +194,7 @@ class Prover:
             time.sleep(_LOOK_SECONDS)
         return list(_by_run(services, dict(runs)))
 
-    def _in_turn(self, services: Iterable[Found]) -> list[Address]:
+    def _in_turn(self, services: Iterable[FoundService]) -> list[Address]:
         """Return the addresses to try now: a device that announces many services has to wait for the others.
 
         The usual port comes first, so that nobody can put many ports before another device's.
@@ -220,11 +220,11 @@ class Prover:
             return  # it is a stranger's, or no run is there
 
 
-def _addresses(service: Found) -> list[Address]:
+def _addresses(service: FoundService) -> list[Address]:
     return [(host, service.port) for host in service.addresses or (service.host,)]
 
 
-def _by_run(services: Iterable[Found], runs: dict[Address, str]) -> Iterable[Found]:
+def _by_run(services: Iterable[FoundService], runs: dict[Address, str]) -> Iterable[FoundService]:
     """Yield a service for each run; whoever announces the run of another device adds nothing."""
     known: set[str] = set()
     for service in services:

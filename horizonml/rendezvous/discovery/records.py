@@ -20,7 +20,7 @@ _TOKEN_ID = re.compile(r"[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundService:
     """A service that announces itself. Nothing of it is proven: who answers at its addresses must show the token.
 
     `host` is the address to try first, and `addresses` are all of them, the likeliest first. `token_id` is empty where
@@ -60,7 +60,7 @@ def plain(text: str, most: int) -> str:
 
 def read(
     properties: Mapping[bytes, bytes | None], port: int | None, addresses: Iterable[str], own: Sequence[Interface]
-) -> Found:
+) -> FoundService:
     """Return the service of a text record, a port and addresses from the network. Raises ValueError.
 
     `own` are the interfaces of this machine, which say what addresses others can have.
@@ -77,7 +77,7 @@ def read(
         raise ValueError("it has no address that this device could reach")
     name = _field(properties, "name", _MOST_NAME) or usable[0]
     version, job = _field(properties, "version", _MOST_VERSION), _field(properties, "job", _MOST_JOB)
-    return Found(name, usable[0], port, token_id, version, job, usable)
+    return FoundService(name, usable[0], port, token_id, version, job, usable)
 
 
 def order(addresses: Iterable[str], own: Sequence[Interface]) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def order(addresses: Iterable[str], own: Sequence[Interface]) -> tuple[str, ...]
     return tuple(text for *_, text in sorted(ranked)[:MOST_ADDRESSES])
 
 
-def distinct(found: Iterable[Found]) -> list[Found]:
+def distinct(found: Iterable[FoundService]) -> list[FoundService]:
     """Return services by name; where several have one name, the second is called "name-2", and so on."""
     taken: set[str] = set()
     named = []

@@ -20,7 +20,7 @@ from horizonml import __version__
 from horizonml.machine.host import device_name
 from horizonml.rendezvous.discovery import records
 from horizonml.rendezvous.discovery.multicast import Interface, usable
-from horizonml.rendezvous.discovery.records import TYPE, Found, distinct
+from horizonml.rendezvous.discovery.records import TYPE, FoundService, distinct
 
 if TYPE_CHECKING:
     from zeroconf import ServiceStateChange, Zeroconf
@@ -37,10 +37,10 @@ _END_SECONDS = 5.0
 
 def browse(
     seconds: float,
-    enough: Callable[[Found], bool] = lambda found: False,
+    enough: Callable[[FoundService], bool] = lambda found: False,
     stop: Callable[[], bool] = lambda: False,
-    wanted: Callable[[Found], bool] = lambda found: False,
-) -> list[Found]:
+    wanted: Callable[[FoundService], bool] = lambda found: False,
+) -> list[FoundService]:
     """Return the services that announce themselves within some seconds, by name.
 
     It returns as soon as `enough` is true of one of them, or `stop` says so. It returns 256 at most, and those that are
@@ -130,14 +130,14 @@ class Announcement:
 
 @dataclass
 class _Search:
-    enough: Callable[[Found], bool]
-    wanted: Callable[[Found], bool]
+    enough: Callable[[FoundService], bool]
+    wanted: Callable[[FoundService], bool]
     own: list[Interface] = field(default_factory=list)
-    found: dict[str, Found] = field(default_factory=dict)  # by the name in DNS
+    found: dict[str, FoundService] = field(default_factory=dict)  # by the name in DNS
     asking: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     done: bool = False
 
-    async def run(self, seconds: float, stop: Callable[[], bool]) -> list[Found]:
+    async def run(self, seconds: float, stop: Callable[[], bool]) -> list[FoundService]:
         """Return what is found, also on interfaces that appear meanwhile."""
         deadline = time.monotonic() + seconds
 

@@ -9,7 +9,7 @@ from horizonml.job.schema import Job
 from horizonml.report import charts
 from horizonml.report.bench.compare import MEASURED, strategy_changes
 from horizonml.report.bench.study import Case, Factors, Study, failures, warnings, where
-from horizonml.report.section import Picture, Section, Table
+from horizonml.report.section import Picture, ReportTable, Section
 from horizonml.text import count, human_bytes, human_seconds, percent
 
 Points = dict[int, list[float]]  # batch size -> a value for each repeat
@@ -70,7 +70,7 @@ def section(study: Study) -> Section:
             held = human_bytes(peaks[name][size])
             rows.append([name, f"{size:,}", f"{speed:,.0f}", human_seconds(size / speed), held, best])
     header = ["model", "batch size", "samples/s", "step", "memory, peak rank", ""]
-    result.tables.append(Table("Batch sizes", header, rows))
+    result.tables.append(ReportTable("Batch sizes", header, rows))
     drawn = charts.draw_lines(
         [
             ("Samples per second", speeds, charts.plain_axis),

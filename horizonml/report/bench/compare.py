@@ -12,8 +12,8 @@ from horizonml.plan.strategies import facts_of
 from horizonml.report import charts, run_plots
 from horizonml.report.bench.study import (
     Case,
+    CaseResult,
     Factors,
-    Result,
     Study,
     failures,
     spread,
@@ -22,7 +22,7 @@ from horizonml.report.bench.study import (
     warnings,
     where,
 )
-from horizonml.report.section import Picture, Section, Table, rank_tables
+from horizonml.report.section import Picture, ReportTable, Section, rank_tables
 from horizonml.report.summary import Summary
 from horizonml.text import count, human_bytes, human_seconds, percent
 
@@ -78,7 +78,7 @@ def strategy_changes(strategy: str, workers: int) -> dict[str, object]:
 
 def section(study: Study) -> Section:
     """Return what came out. Pictures are written to the study's folder."""
-    by_size: dict[str, dict[str, list[Result]]] = {}
+    by_size: dict[str, dict[str, list[CaseResult]]] = {}
     for result in study.succeeded:
         size = f"{result.factors.samples:,}" if result.factors.samples is not None else "all"
         by_size.setdefault(size, {}).setdefault(result.factors.strategy or result.name, []).append(result)
@@ -107,7 +107,7 @@ def section(study: Study) -> Section:
     return part
 
 
-def _brief(title: str, by_size: dict[str, dict[str, list[Result]]]) -> Table:
+def _brief(title: str, by_size: dict[str, dict[str, list[CaseResult]]]) -> ReportTable:
     """Return what fits into 80 columns; the page has the rest."""
     many = len(by_size) > 1
     rows = []
@@ -126,10 +126,10 @@ def _brief(title: str, by_size: dict[str, dict[str, list[Result]]]) -> Table:
                 ]
             )
     header = ["", "accuracy", "samples/s", "epoch", "compute", "transfer", "wait", "memory"]
-    return Table(title, ["", "samples", *header[1:-1]] if many else header, rows)
+    return ReportTable(title, ["", "samples", *header[1:-1]] if many else header, rows)
 
 
-def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
+def findings(runs: dict[str, list[CaseResult]], study: Study) -> list[str]:
     """Return who wins where, and why, in sentences made from the numbers."""
     shown = {name: typical(results).summary for name, results in runs.items()}
     ranking = sorted(shown, key=lambda name: -shown[name].samples_per_second)
@@ -150,7 +150,7 @@ def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
     return texts
 
 
-def _fastest(ranking: list[str], shown: dict[str, Summary], runs: dict[str, list[Result]]) -> str:
+def _fastest(ranking: list[str], shown: dict[str, Summary], runs: dict[str, list[CaseResult]]) -> str:
     """Return which strategy is fastest, by how much, and whether that is certain."""
     first, best = ranking[0], shown[ranking[0]]
     others = ", ".join(
@@ -190,7 +190,7 @@ def _alone(best: Summary, shown: dict[str, Summary], cores: float) -> list[str]:
     ]
 
 
-def _accuracies(shown: dict[str, Summary], runs: dict[str, list[Result]]) -> list[str]:
+def _accuracies(shown: dict[str, Summary], runs: dict[str, list[CaseResult]]) -> list[str]:
     """Return how far the strategies' accuracies differ, and whether that is more than their repeats do."""
     accuracies = {name: one.accuracy for name, one in shown.items() if one.accuracy is not None}
     if len(accuracies) < 2 or len(accuracies) < len(shown):
@@ -212,7 +212,7 @@ def _accuracies(shown: dict[str, Summary], runs: dict[str, list[Result]]) -> lis
     return [f"{text}."]
 
 
-def radar_values(runs: dict[str, list[Result]]) -> dict[str, dict[str, float]]:
+def radar_values(runs: dict[str, list[CaseResult]]) -> dict[str, dict[str, float]]:
     """Return each run's values from 0 to 1 on every axis; none is 0 for being the last.
 
     Shares and accuracy stand for themselves. Speed, memory and work per processor second are ratios to the best of the
@@ -242,7 +242,7 @@ RADAR = (
 )
 
 
-def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list[Picture]:
+def _pictures(folder: Path, by_size: dict[str, dict[str, list[CaseResult]]]) -> list[Picture]:
     last_size, last = next(reversed(by_size.items()))
     many = len(by_size) > 1
     label = f" ({last_size} samples)" if last_size != "all" else ""
@@ -305,5 +305,5 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
     return found
 
 
-def _repeated(runs: dict[str, list[Result]]) -> bool:
+def _repeated(runs: dict[str, list[CaseResult]]) -> bool:
     return any(len(results) > 1 for results in runs.values())

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from horizonml.errors import HorizonError
 from horizonml.report import charts
-from horizonml.report.section import Picture, Section, Table
+from horizonml.report.section import Picture, ReportTable, Section
 from horizonml.text import human_bytes
 
 _OURS = "HorizonML"
@@ -75,7 +75,7 @@ def section(path: Path) -> Section:
     return result
 
 
-def _describe(race: Race) -> tuple[str, Table]:
+def _describe(race: Race) -> tuple[str, ReportTable]:
     """Return who wins a race, and its numbers. Raises ValueError if a side is missing."""
     base = next((row for row in race.rows if row.name == race.reference), None)
     own = [row for row in race.rows if row.name.startswith(_OURS)]
@@ -98,4 +98,4 @@ def _describe(race: Race) -> tuple[str, Table]:
         f"fastest other, {nearest.name}."
     )
     header = ["", "median step", "samples/s", f"against {race.reference}", "memory, peak rank"]
-    return finding, Table(race.title, header, rows)
+    return finding, ReportTable(race.title, header, rows)

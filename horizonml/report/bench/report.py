@@ -14,12 +14,12 @@ from horizonml.files import write_atomically, writing
 from horizonml.report import charts, run_plots
 from horizonml.report.bench import batch_size, compare, libraries, scaling
 from horizonml.report.bench.study import Study, load_study, write_data
-from horizonml.report.records import Run, load_run
+from horizonml.report.records import RecordedRun, load_run
 from horizonml.report.section import (
     NOTE,
     Picture,
+    ReportTable,
     Section,
-    Table,
     changes_table,
     number_rows,
     rank_tables,
@@ -71,7 +71,7 @@ def write_report(folder: Path, page: Path | None = None) -> list[Path]:
     return [target, *files]
 
 
-def _other_runs(folder: Path, studies: list[Path]) -> Iterator[tuple[str, Run]]:
+def _other_runs(folder: Path, studies: list[Path]) -> Iterator[tuple[str, RecordedRun]]:
     """Yield the runs that belong to no study, by their place."""
     for place in sorted({path.parent for path in folder.rglob("rank-*.jsonl")}):
         if any(study in place.parents for study in studies) or place.name.endswith(".previous"):
@@ -82,13 +82,13 @@ def _other_runs(folder: Path, studies: list[Path]) -> Iterator[tuple[str, Run]]:
             continue  # ended before its first step
 
 
-def runs_section(folder: Path, runs: Mapping[str, Run]) -> Section:
+def runs_section(folder: Path, runs: Mapping[str, RecordedRun]) -> Section:
     """Return a section about training runs as they are. Pictures are written to `folder`."""
     summaries = {name: summarise(run) for name, run in runs.items()}
     title = "Training runs" if len(runs) > 1 else f"Training run {next(iter(runs))}"
     result = Section(title, " ".join(_setting(name, run) for name, run in runs.items()))
     result.findings += [_finding(name, runs[name], one) for name, one in summaries.items()]
-    result.tables.append(Table("Numbers", ["", *summaries], number_rows(summaries), NOTE))
+    result.tables.append(ReportTable("Numbers", ["", *summaries], number_rows(summaries), NOTE))
     changes = changes_table(runs)
     if changes is not None:
         result.tables.append(changes)
@@ -109,7 +109,7 @@ def runs_section(folder: Path, runs: Mapping[str, Run]) -> Section:
     return result
 
 
-def _finding(name: str, run: Run, one: Summary) -> str:
+def _finding(name: str, run: RecordedRun, one: Summary) -> str:
     texts = [f"{name}: {one.updates:,} updates at {one.samples_per_second:,.0f} samples/s"]
     if one.accuracy is not None:
         texts.append(f"held-out accuracy {one.accuracy:.1%}")
@@ -137,7 +137,7 @@ def _faults(one: Summary) -> str:
     return f"{happened}: {stopped}, {repeated}, goodput {percent(one.goodput, 1)}"
 
 
-def _setting(name: str, run: Run) -> str:
+def _setting(name: str, run: RecordedRun) -> str:
     about = run.lead.run
     processor = about.machine.processor if about.machine is not None else "unknown processor"
     facts = [processor, *(f"{key} {value}" for key, value in about.versions.items())]
@@ -148,7 +148,7 @@ def _setting(name: str, run: Run) -> str:
     return f"{name}: {', '.join(facts)}."
 
 
-def _write_runs(folder: Path, runs: Mapping[str, Run]) -> list[Path]:
+def _write_runs(folder: Path, runs: Mapping[str, RecordedRun]) -> list[Path]:
     """Write the numbers of runs as CSV and JSON, and return the paths of both. Raises JobError."""
     summaries = {name: summarise(run).to_json() for name, run in runs.items()}
     document = {

@@ -12,8 +12,18 @@ from horizonml.job.schema import Job
 from horizonml.plan.strategies import facts_of
 from horizonml.report import charts
 from horizonml.report.bench.compare import MEASURED, strategy_changes
-from horizonml.report.bench.study import Case, Factors, Result, ScalingMode, Study, failures, typical, warnings, where
-from horizonml.report.section import Picture, Section, Table
+from horizonml.report.bench.study import (
+    Case,
+    CaseResult,
+    Factors,
+    ScalingMode,
+    Study,
+    failures,
+    typical,
+    warnings,
+    where,
+)
+from horizonml.report.section import Picture, ReportTable, Section
 from horizonml.text import percent
 
 Points = dict[int, list[float]]  # number of workers -> a value for each repeat
@@ -61,7 +71,7 @@ def section(study: Study) -> Section:
     )
     result = Section(f"{mode.capitalize()} scaling", setting, failures(study) + warnings(study))
     speeds: dict[str, Points] = {}
-    runs: dict[str, dict[int, list[Result]]] = {}
+    runs: dict[str, dict[int, list[CaseResult]]] = {}
     for one in study.succeeded:
         name, count = one.factors.strategy or one.name, one.factors.workers or 1
         speeds.setdefault(name, {}).setdefault(count, []).append(one.summary.samples_per_second)
@@ -82,7 +92,7 @@ def section(study: Study) -> Section:
         for name in speeds for n in sorted(speeds[name])
     ]  # fmt: skip
     header = ["", "workers", "samples/s", "speed-up", "efficiency", "of what the cores allow"]
-    result.tables.append(Table("Scaling", header, rows))
+    result.tables.append(ReportTable("Scaling", header, rows))
     return result
 
 
@@ -120,7 +130,7 @@ def _picture(
     )
 
 
-def _findings(gains: dict[str, Points], runs: dict[str, dict[int, list[Result]]], cores: float) -> list[str]:
+def _findings(gains: dict[str, Points], runs: dict[str, dict[int, list[CaseResult]]], cores: float) -> list[str]:
     """Return how fast the most workers of each strategy are, and where they lose their time."""
     texts = []
     for name, points in gains.items():

@@ -24,8 +24,8 @@ from horizonml.files import write_atomically, writing
 from horizonml.job.schema import Job
 from horizonml.machine.host import MachineInfo, machine_info, versions
 from horizonml.machine.resources import OtherWork, available_cores, memory_limit
-from horizonml.report.records import Run, load_run
-from horizonml.report.section import NOTE, Table, Value, number_rows, write_numbers
+from horizonml.report.records import RecordedRun, load_run
+from horizonml.report.section import NOTE, ReportTable, Value, number_rows, write_numbers
 from horizonml.report.summary import Summary, summarise, traffic
 from horizonml.runtime.launch import train_here
 from horizonml.runtime.local import RankFailed
@@ -145,7 +145,7 @@ class Manifest(BaseModel):
             write_atomically(folder / "study.json", f"{content}\n".encode())
 
 
-class Completion(BaseModel):
+class CaseCompletion(BaseModel):
     """How a run of a study ended."""
 
     model_config = ConfigDict(frozen=True)
@@ -161,10 +161,10 @@ class Completion(BaseModel):
             write_atomically(run / "done.json", f"{self.model_dump_json()}\n".encode())
 
 
-def read_completion(run: Path, digest: str) -> Completion | None:
+def read_completion(run: Path, digest: str) -> CaseCompletion | None:
     """Return how a run ended, or None if it has not, or was one of another job. Raises ValueError."""
     try:
-        completion = Completion.model_validate_json((run / "done.json").read_bytes())
+        completion = CaseCompletion.model_validate_json((run / "done.json").read_bytes())
     except OSError:
         return None
     return completion if completion.digest == digest else None
@@ -184,7 +184,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Result:
+class CaseResult:
     """A case that was run: its records, or why there are none."""
 
     name: str
@@ -194,7 +194,7 @@ class Result:
     cores_taken: float = 0.0  # by other processes, on average while it ran
 
     @cached_property
-    def run(self) -> Run:
+    def run(self) -> RecordedRun:
         """Return what the ranks recorded. Raises HorizonError."""
         return load_run(self.factors.strategy or self.name, self.folder)
 
@@ -212,15 +212,15 @@ class Study:
     folder: Path
     settings: StudySettings
     environment: Environment
-    results: list[Result]
+    results: list[CaseResult]
 
     @property
-    def succeeded(self) -> list[Result]:
+    def succeeded(self) -> list[CaseResult]:
         """Return the cases that came to their end."""
         return [result for result in self.results if result.error is None]
 
     @property
-    def failed(self) -> list[Result]:
+    def failed(self) -> list[CaseResult]:
         """Return the cases that did not come to their end."""
         return [result for result in self.results if result.error is not None]
 
@@ -254,7 +254,7 @@ def run_study(
     return load_study(folder)
 
 
-def _done(cases: Sequence[Case], folder: Path) -> dict[str, Completion]:
+def _done(cases: Sequence[Case], folder: Path) -> dict[str, CaseCompletion]:
     found = {}
     for case in cases:
         completion = read_completion(folder / "runs" / case.name, case.job.digest())
@@ -263,7 +263,7 @@ def _done(cases: Sequence[Case], folder: Path) -> dict[str, Completion]:
     return found
 
 
-def _run_case(case: Case, folder: Path, first: bool, say: Callable[[str], None]) -> Completion | None:
+def _run_case(case: Case, folder: Path, first: bool, say: Callable[[str], None]) -> CaseCompletion | None:
     """Run a case, and return how it ended, or None if it was interrupted.
 
     Raises RankFailed if the other cases would fail, too.
@@ -281,7 +281,7 @@ def _run_case(case: Case, folder: Path, first: bool, say: Callable[[str], None])
     seconds, taken = time.monotonic() - started, others.cores_taken()
     if is_busy(taken, available_cores()):
         say(f"warning: other processes had {taken:.1f} of the {available_cores():g} cores during this run")
-    completion = Completion(digest=case.job.digest(), seconds=seconds, error=error, cores_taken=taken)
+    completion = CaseCompletion(digest=case.job.digest(), seconds=seconds, error=error, cores_taken=taken)
     completion.write(folder)
     return completion
 
@@ -295,7 +295,7 @@ def load_study(folder: Path) -> Study:
             run = folder / "runs" / case.name
             completion = read_completion(run, case.digest)
             if completion is not None:
-                results.append(Result(case.name, case.factors, run, completion.error, completion.cores_taken))
+                results.append(CaseResult(case.name, case.factors, run, completion.error, completion.cores_taken))
         return Study(manifest.kind, folder, manifest.settings, manifest.environment, results)
     except (OSError, ValueError) as error:
         raise HorizonError(f"{folder / 'study.json'} cannot be read: {error}") from error
@@ -310,7 +310,7 @@ _DIFFERENT = 0.2  # repeats that differ by more of their median than this were d
 _ENVIRONMENT = {"machine", "versions", "cores", "memory", "threads"}
 
 
-def summary_table(title: str, columns: Mapping[str, Sequence[Result]]) -> Table:
+def summary_table(title: str, columns: Mapping[str, Sequence[CaseResult]]) -> ReportTable:
     """Return the numbers of some runs side by side; among repeats the one with the median speed is shown."""
     shown = {name: typical(results).summary for name, results in columns.items()}
     rows = number_rows(shown)
@@ -319,15 +319,15 @@ def summary_table(title: str, columns: Mapping[str, Sequence[Result]]) -> Table:
         rows.append(["samples/s, slowest to fastest repeat", *ranges])
     idle = human_bytes(max(summary.idle_rss_bytes for summary in shown.values()))
     note = f"{NOTE} A process that has only imported torch has {idle} of memory."
-    return Table(title, ["", *shown], rows, note)
+    return ReportTable(title, ["", *shown], rows, note)
 
 
-def typical(results: Sequence[Result]) -> Result:
+def typical(results: Sequence[CaseResult]) -> CaseResult:
     """Return the repeat with the median speed."""
     return sorted(results, key=lambda result: result.summary.samples_per_second)[(len(results) - 1) // 2]
 
 
-def spread(results: Sequence[Result]) -> tuple[float, float]:
+def spread(results: Sequence[CaseResult]) -> tuple[float, float]:
     """Return the samples per second of the slowest and the fastest repeat; without repeats, of a run's parts."""
     if len(results) == 1:
         return results[0].summary.slowest_part, results[0].summary.fastest_part
@@ -363,7 +363,7 @@ def warnings(study: Study) -> list[str]:
             f"Warning: the machine was busy. Other processes had up to {max(disturbed.values()):.1f} of its {cores:g} "
             f"cores while {which}, so these speeds are too low, most of all those with several threads or ranks."
         )
-    repeats: dict[str, list[Result]] = {}
+    repeats: dict[str, list[CaseResult]] = {}
     for one in study.succeeded:
         repeats.setdefault(one.factors.label, []).append(one)
     for label, results in repeats.items():

@@ -18,8 +18,8 @@ from horizonml.plan.plan import Plan, routes
 from horizonml.planner.record import Planning, read_planning
 from horizonml.planner.simulate import predict
 from horizonml.report.live import LiveRun
-from horizonml.report.live_facts import Member, State
-from horizonml.telemetry.record import Span
+from horizonml.report.live_facts import LiveRank, RunState
+from horizonml.telemetry.record import RecordedSpan
 from horizonml.telemetry.run_info import PlanFacts
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
@@ -85,12 +85,12 @@ def _among(plan: Plan) -> dict[tuple[int, int], float]:
 _MOST_SPANS = 500  # of a rank; shorter ones are joined with their neighbours
 _MOST_RANKS = 256
 _WORDS = {
-    State.WAITING: "no step is done yet",
-    State.RUNNING: "training",
-    State.FINISHED: "finished",
-    State.STOPPED: "stopped as asked; the same command goes on from its checkpoint",
-    State.FAILED: "failed; the ranks' logs say why",
-    State.LOST: "nothing has been recorded for long: its processes are gone or cannot be reached",
+    RunState.WAITING: "no step is done yet",
+    RunState.RUNNING: "training",
+    RunState.FINISHED: "finished",
+    RunState.STOPPED: "stopped as asked; the same command goes on from its checkpoint",
+    RunState.FAILED: "failed; the ranks' logs say why",
+    RunState.LOST: "nothing has been recorded for long: its processes are gone or cannot be reached",
 }
 
 
@@ -135,13 +135,13 @@ def read_plan(facts: PlanFacts) -> Plan | None:
     return plan
 
 
-def _rank(member: Member, planning: Planning | None) -> dict[str, object]:
+def _rank(member: LiveRank, planning: Planning | None) -> dict[str, object]:
     known = planning is not None and member.rank < len(planning.devices)
     name = planning.names[member.rank] if planning is not None and known else ""
     return {**vars(member), "name": name}
 
 
-def _links(members: list[Member], plan: Plan | None) -> list[dict[str, object]]:
+def _links(members: list[LiveRank], plan: Plan | None) -> list[dict[str, object]]:
     if plan is None:
         return []
     sent = {member.rank: member.sent for member in members}
@@ -172,7 +172,7 @@ def describe_timeline(run: LiveRun) -> dict[str, object] | None:
     }
 
 
-def _joined(spans: Sequence[Span], begin: float, end: float) -> list[list[Any]]:
+def _joined(spans: Sequence[RecordedSpan], begin: float, end: float) -> list[list[Any]]:
     """Return a rank's spans as [kind, what, micro-batch, begin, end]; the shortest are joined with what precedes."""
     shortest = (end - begin) / _MOST_SPANS if len(spans) > _MOST_SPANS else 0.0
     found: list[list[Any]] = []

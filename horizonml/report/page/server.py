@@ -44,7 +44,7 @@ def guarded(reply: Reply) -> Reply:
     return Reply(reply.status, reply.body, reply.kind, {**_HEADERS, **reply.headers})
 
 
-class Guard:
+class PageAccess:
     """Refuses requests that a browser was tricked into, and those of people who may not ask."""
 
     def __init__(self, host: str, token: str | None) -> None:
@@ -132,7 +132,7 @@ class PageServer:
         """
         self._folder, self._devices, self._possible = run_folder, devices, possible
         self._actions = dict(actions or {})
-        self._guard = Guard(address[0], token.text if token is not None and self._actions else None)
+        self._guard = PageAccess(address[0], token.text if token is not None and self._actions else None)
         self._files = static_files()
         self._watcher = Watcher(run_folder)
         try:

@@ -29,7 +29,7 @@ from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_cloc
 from horizonml.rendezvous.discovery.finding import ServiceAddress
 from horizonml.runtime.lobby.child import Child, Progress, secret
 from horizonml.runtime.lobby.offer import confinement, job_text
-from horizonml.runtime.lobby.prepare import CalledAway, JoinSettings, Preparation, take_folder
+from horizonml.runtime.lobby.prepare import CalledAway, JoinPreparation, JoinSettings, take_folder
 from horizonml.runtime.lobby.view import device_words
 from horizonml.security.tls import client_context
 from horizonml.text import count, printable
@@ -72,7 +72,7 @@ class JoinSession:
         )
         with scratch_folder() as scratch:
             try:
-                preparation = Preparation(self._settings, self._stop, self._heartbeat, self._where)
+                preparation = JoinPreparation(self._settings, self._stop, self._heartbeat, self._where)
                 job, lineage = preparation.job()
                 job = preparation.with_data(job)
                 file = scratch / "job.yaml"

@@ -57,7 +57,7 @@ class CalledAway(Exception):
     """Ends a preparation because this device is needed for something else, or, without a reason, was asked to stop."""
 
 
-class Preparation:
+class JoinPreparation:
     """Asks the device that offers a run for the job and the data. `where` is what it is called, for people."""
 
     def __init__(self, settings: JoinSettings, stop: StopRequest, heartbeat: DeviceHeartbeat, where: str) -> None:

@@ -56,7 +56,7 @@ _BYE_SECONDS = 10.0  # in which they end
 
 
 @dataclass(frozen=True)
-class Settings:
+class UpSettings:
     """What `horizonml up` was asked for."""
 
     job: Job
@@ -74,7 +74,7 @@ class Settings:
 class Up:
     """One run of `horizonml up`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: UpSettings) -> None:
         """Check what can be checked before anybody comes. Raises HorizonError."""
         self._settings = settings
         self._folder = settings.job.run_folder
@@ -298,7 +298,7 @@ def _hint(present: int, wanted: int | None) -> str:
     return f"ready: {count(present, 'device')}; {start}"
 
 
-def _shared_files(settings: Settings) -> FileServer | None:
+def _shared_files(settings: UpSettings) -> FileServer | None:
     where = needed(settings.job)
     if where is not None and settings.take_part and not where.path.exists():
         raise JobError(f"{where.field}: {where.path} does not exist")

@@ -98,7 +98,7 @@ class LiveTable:
         self._live.stop()
 
 
-class Lines:
+class DeviceLines:
     """Prints a line whenever a device comes, goes, or changes its state."""
 
     def __init__(self) -> None:
@@ -131,4 +131,4 @@ class Lines:
 
 def view(own_state: str) -> View:
     """Return the view that suits standard output."""
-    return LiveTable(own_state) if sys.stdout.isatty() else Lines()
+    return LiveTable(own_state) if sys.stdout.isatty() else DeviceLines()
