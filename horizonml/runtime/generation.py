@@ -28,6 +28,7 @@ from horizonml.models.zoo import Model
 from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.plan import Plan
 from horizonml.planner.profile import Host
+from horizonml.planner.record import DeviceFacts
 from horizonml.profiling.execution import execution_here, untried, unused_bf16
 from horizonml.profiling.threads import choose_threads
 from horizonml.runtime.capacity import find_hosts, why_untried
@@ -141,7 +142,7 @@ class Generation:
         guard.say_what_is_not_tried(course.plan)
         course.watch(told)
         devices = [one.device for one in told]
-        members = describe_members(self.started_as, group.hosts, hosts, devices)
+        members = describe_members(self.started_as, hosts, devices)
         about = run_info(life, group, self.number, model, here, members)
         going_on, moved = "resumed", ""  # what to say after a move
         while True:
@@ -239,7 +240,7 @@ class Generation:
         info: DataInfo,
         model: Model,
         hosts: list[Host],
-        devices: list[dict[str, str]],
+        devices: list[DeviceFacts],
     ) -> None:
         """Write down, on rank 0, by which plan the group trains from now on, and what it was made of."""
         plan, problem = course.plan, course.agreed.problem

@@ -23,6 +23,7 @@ from horizonml.machine.accelerator import computing
 from horizonml.models.cutting import Cutting
 from horizonml.models.zoo import Model
 from horizonml.plan.execution import Execution
+from horizonml.planner.record import DeviceFacts
 from horizonml.planner.strategies import may_cut
 from horizonml.runtime.agreement import check_weights, model_for
 from horizonml.runtime.capacity import Capacity
@@ -48,7 +49,7 @@ class Introduction:
 
     problem: list[str] | None  # the kind and the text of what went wrong while this was prepared
     capacity: Capacity
-    device: dict[str, str]  # see `device_facts`
+    device: DeviceFacts
     fresh: bool  # whether the run is to start over here
     foreign: str | None  # why it must not
     moved_away: bool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -69,22 +69,21 @@ def run_info(
 
 
 def describe_members(
-    started_as: Sequence[int], nodes: Sequence[str], hosts: Sequence[Host], devices: Sequence[Mapping[str, object]]
+    started_as: Sequence[int], hosts: Sequence[Host], devices: Sequence[DeviceFacts]
 ) -> list[MemberFacts]:
-    """Return who the ranks of the group are, for the records; `devices` are the `device_facts` of all ranks."""
+    """Return who the ranks of the group are, for the records; `devices` are those of all ranks."""
     found = []
-    for rank, (began_as, node, facts) in enumerate(zip(started_as, nodes, devices, strict=True)):
+    for rank, (began_as, device) in enumerate(zip(started_as, devices, strict=True)):
         host = next(host for host in hosts if rank in host.ranks)
-        name, processor, architecture = (str(facts.get(key, "")) for key in ("name", "processor", "architecture"))
         memory = host.memory if math.isfinite(host.memory) else None
-        machine = MachineInfo(processor, architecture)
-        found.append(MemberFacts(rank, began_as, name, node, host.cores, memory, machine))
+        machine = MachineInfo(device.processor, device.architecture)
+        found.append(MemberFacts(rank, began_as, device.name, device.node, host.cores, memory, machine))
     return found
 
 
-def device_facts(name: str, node: str) -> dict[str, str]:
-    """Return what the other ranks should know of this rank's device and machine, as a JSON object."""
-    return asdict(DeviceFacts(name, computing().described, machine_info().architecture, node))
+def device_facts(name: str, node: str) -> DeviceFacts:
+    """Return what the other ranks should know of this rank's device and machine."""
+    return DeviceFacts(name, computing().described, machine_info().architecture, node)
 
 
 def describe_planning(
@@ -92,12 +91,12 @@ def describe_planning(
     started_as: Sequence[int],
     model: Model,
     hosts: Sequence[Host],
-    devices: Sequence[Mapping[str, object]],
+    devices: Sequence[DeviceFacts],
     plan: Plan,
     problem: Problem | None,
     measured: bool,
 ) -> Planning:
-    """Return what the group trains by from now on; `devices` are the `device_facts` of all ranks.
+    """Return what the group trains by from now on; `devices` are those of all ranks.
 
     `measured` says whether the devices and links of the problem were measured.
     """
@@ -110,16 +109,14 @@ def describe_planning(
         found = evaluator.judge(plan)
         seconds = found.prediction.seconds
         if measured:
-            names = [str(facts.get("name", "")) for facts in devices]
-            told = tuple(reason.text for reason in explain(evaluator, found, names))
+            told = tuple(reason.text for reason in explain(evaluator, found, [device.name for device in devices]))
     told = told or tuple(reason.text for reason in asked_for(inexact_parts(plan)))
-    facts_of = [{key: str(facts.get(key, "")) for key in vars(DeviceFacts(""))} for facts in devices]
     if life.state.tried is not None:
         told += life.state.tried.texts
     return Planning(
         job=life.job,
         layers=tuple(model.chain.names),
-        devices=tuple(DeviceFacts(**facts) for facts in facts_of),
+        devices=tuple(devices),
         hosts=tuple(problem.hosts if problem is not None else hosts),
         plan=plan,
         step=life.state.step,
