@@ -28,7 +28,7 @@ from horizonml.engine.sync.coded_sum import CodedSum
 from horizonml.models.module_slice import HOST
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Stage
-from horizonml.state.average import AVERAGE, MOMENTUM, decay_of, follow
+from horizonml.state.optim import AVERAGE, MOMENTUM, decay_of, follow
 from horizonml.state.train_state import TrainState
 
 _MOST_FRAGMENTS = 1 << 12  # of a stage, for the tags of messages

@@ -39,8 +39,8 @@ from horizonml.machine.host import cpu_seconds
 from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan
-from horizonml.state.average import PreparedOuter
 from horizonml.state.follow import Following
+from horizonml.state.optim import PreparedOuter
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import Batch, Task
 

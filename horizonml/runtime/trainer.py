@@ -29,11 +29,11 @@ from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.stragglers import StragglerDetector
-from horizonml.state.average import KEPT, STOPPING, Best
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.follow import Following
 from horizonml.state.mirror import Mirror
 from horizonml.state.optim import learning_rate
+from horizonml.state.shards import KEPT, STOPPING, Best
 from horizonml.tasks.task import Task
 from horizonml.telemetry.record import metric_key
 from horizonml.telemetry.recorder import Recorder

@@ -16,8 +16,8 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
+from horizonml.comm.group import Group
 from horizonml.runtime.process import own_place, report
 from horizonml.text import plain_lines
 
@@ -26,18 +26,6 @@ LEAVE_SECONDS = 2.0  # for the main thread to return from a group that is over; 
 _LOOK_SECONDS = 0.25
 _TIDY_SECONDS = 1.0
 _LONGEST_LOOK = 1.0  # counted between two looks: this process may have been stopped meanwhile
-
-
-class Watched(Protocol):
-    """A group whose calls show that the main thread moves on."""
-
-    @property
-    def calls(self) -> int:
-        """Return how often the main thread has turned to the group."""
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the group has been broken off."""
 
 
 @dataclass
@@ -62,7 +50,7 @@ class Watchdog:
 
     def __init__(
         self,
-        group: Watched,
+        group: Group,
         timeout: float,
         patient: bool,
         leave: Callable[[str], object],

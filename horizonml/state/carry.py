@@ -23,7 +23,7 @@ from horizonml.comm.work import Work
 from horizonml.errors import PeerLost, StateDiffers
 from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
-from horizonml.state.average import in_common
+from horizonml.state.optim import in_common
 from horizonml.state.train_state import TrainState
 
 Moves = list[tuple[int, int, int]]  # (layer, from, to), in the order of layers

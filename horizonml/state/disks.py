@@ -29,8 +29,8 @@ from horizonml.comm.expected import optional, text, whole
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError
 from horizonml.plan.plan import Plan
-from horizonml.state.average import in_common, is_inner
 from horizonml.state.carry import Parcel, carry
+from horizonml.state.optim import in_common, is_inner
 from horizonml.state.runfolder import PROBE
 from horizonml.state.shards import inner_name
 from horizonml.state.train_state import TrainState

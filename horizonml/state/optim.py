@@ -1,22 +1,78 @@
-"""Implements the optimizers, and the learning rate as a pure function of the step.
+"""Implements the optimizers with what they keep of each parameter, and the learning rate as a function of the step.
 
 The update itself is PyTorch's fused kernel, called through its functional API. PyTorch's optimizer classes would import
 the compiler (torch._dynamo) into every rank, which costs 70 MB and a second of start-up that a small device cannot
 spare. State is kept by parameter name, as checkpoints need it.
+
+Moving averages of parameters are kept beside the optimizer's own state, as `optimizer/NAME/average`, so they are saved,
+moved, mirrored and shared with it. Every member of a stage updates those of its parameters with each step.
+
+Between two synchronisations of local steps, each member has parameters and optimizer state of its own. Right after one,
+all members of a stage hold the same parameters, buffers, averages and momentum of the outer optimizer; the state of the
+inner optimizer stays each member's own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from horizonml.state.average import AVERAGE, decay_of, follow
+from horizonml.errors import PeerLost
+from horizonml.plan.plan import Plan
+from horizonml.state.parts import named
 from horizonml.state.spec import Adam, Ema, LrSchedule, Sgd
+
+AVERAGE = "average"
+
+
+def decay_of(spec: Ema, step: int) -> float:
+    """Return the share of the average that a step keeps; steps count from 0.
+
+    Without the warm-up, the averages of a short run would consist mostly of the initial values.
+    """
+    assert spec.decay is not None
+    return min(spec.decay, (1 + step) / (10 + step)) if spec.warmup else spec.decay
+
+
+@torch.no_grad()
+def follow(averages: Sequence[Tensor], parameters: Sequence[Tensor], decay: float) -> None:
+    """Move averages towards parameters, in place."""
+    torch._foreach_lerp_(list(averages), list(parameters), 1 - decay)
+
+
+@contextmanager
+def swapped(averages: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Use averages in the place of their parameters while the context lasts."""
+    own = {parameter: parameter.data for parameter in averages}
+    try:
+        for parameter, average in averages.items():
+            parameter.data = average
+        yield
+    finally:
+        for parameter, value in own.items():
+            parameter.data = value
+
+
+def sources(names: Iterable[str], average: bool) -> dict[str, str]:
+    """Return which tensor of a checkpoint becomes which entry of the model's state dict.
+
+    With `average`, parameters that have an average are taken from it; buffers and frozen parameters are as they are.
+    """
+    available = set(names)
+    found = {}
+    for name in sorted(available):
+        kind, _, own = name.partition("/")
+        if kind == "model":
+            other = f"optimizer/{own}/{AVERAGE}"
+            found[own] = other if average and other in available else name
+    return found
 
 
 class Optimizer:
@@ -173,3 +229,62 @@ def learning_rate(spec: LrSchedule, peak: float, step: int, steps_per_epoch: int
     progress = min(1.0, (step - spec.warmup_steps) / last)
     shape = 1 - progress if spec.name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return peak * (spec.final + (1 - spec.final) * shape)
+
+
+_MOST = 1 << 15  # steps; more than a log of messages reaches back
+
+
+class Scales:
+    """Holds the factors by which clipping has multiplied the gradients of the latest steps; without any, none is.
+
+    All ranks agree on a step's factor after their sums, and whoever repeats the step needs it.
+    """
+
+    def __init__(self) -> None:
+        self._factors: dict[int, float] = {}  # in the order of the steps
+
+    def note(self, step: int, factor: float) -> None:
+        """Note the factor of a step, counted from 0, which replaces what is known of later steps."""
+        while self._factors and next(reversed(self._factors)) >= step:
+            self._factors.popitem()
+        self._factors[step] = factor
+        if len(self._factors) > _MOST:
+            del self._factors[next(iter(self._factors))]
+
+    def get(self, step: int) -> float | None:
+        """Return the factor of a step, or None if it is not known."""
+        return self._factors.get(step)
+
+    def of(self, step: int) -> float:
+        """Return the factor of a step. Raises PeerLost if it is not known."""
+        factor = self._factors.get(step)
+        if factor is None:
+            raise PeerLost(f"nobody here knows how the gradients of step {step} were clipped")
+        return factor
+
+
+MOMENTUM = "outer_momentum"
+"""The key of the outer optimizer's momentum among a parameter's optimizer state."""
+
+
+@dataclass(frozen=True)
+class PreparedOuter:
+    """Holds what a synchronisation has found, while this rank cannot know whether the others have taken it over.
+
+    Every rank has received all of it: if another rank goes on from it, so must this one.
+    """
+
+    step: int  # after which members synchronised
+    tensors: dict[str, Tensor]  # new values by the names that they have in the state
+
+
+def is_inner(key: str) -> bool:
+    """Return whether a tensor of the state belongs to the optimizer of a single member."""
+    return named(key)[1] not in (None, MOMENTUM, AVERAGE)
+
+
+def in_common(tensors: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:
+    """Return those tensors that all members of a stage hold alike at a step boundary that is saved or compared."""
+    if plan.local is None:
+        return dict(tensors)
+    return {key: tensor for key, tensor in tensors.items() if not is_inner(key)}

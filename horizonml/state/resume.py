@@ -27,10 +27,11 @@ from horizonml.comm.expected import anything, boolean, instance, items, optional
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError
 from horizonml.plan.plan import Plan
-from horizonml.state.average import Best, PreparedOuter
 from horizonml.state.disks import Disks, FileCopy
+from horizonml.state.optim import PreparedOuter
 from horizonml.state.runfolder import Term
 from horizonml.state.shards import (
+    Best,
     Metadata,
     check,
     inner_name,

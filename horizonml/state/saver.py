@@ -32,11 +32,11 @@ from horizonml.comm.expected import anything, fields, optional
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError, PeerLost
 from horizonml.files import sync_folder
-from horizonml.state.average import KEPT
 from horizonml.state.disks import Disks, FileCopy, Snapshot, not_finite
 from horizonml.state.runfolder import Fence
 from horizonml.state.shards import (
     FORMAT,
+    KEPT,
     METADATA,
     Metadata,
     Shard,

@@ -38,7 +38,6 @@ from horizonml.files import inside, write_atomically
 from horizonml.job.schema import Job
 from horizonml.models.pretrained import is_adapter
 from horizonml.models.tuning import adapter_config, exported_name, trained_modules
-from horizonml.state.average import Best
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +50,19 @@ class _Strict(BaseModel):
     """Accepts only values of exactly the declared types; nothing is converted."""
 
     model_config = ConfigDict(strict=True, frozen=True)
+
+
+KEPT = "keep_best"  # for the checkpoint that is never deleted
+STOPPING = "early_stop"  # for the decision to end a training early
+
+
+class Best(_Strict):
+    """Holds the best value of a metric, and when it was measured."""
+
+    metric: str
+    value: float | int
+    step: int = Field(ge=0)  # the number of steps that had been done
+    waited: int = Field(0, ge=0)  # evaluations since then
 
 
 class Shard(_Strict):

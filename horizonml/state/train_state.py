@@ -18,9 +18,9 @@ from horizonml.models.module_slice import HOST, bring
 from horizonml.models.weights import aliases
 from horizonml.models.zoo import Model
 from horizonml.plan.lossy import Tried
-from horizonml.state.average import AVERAGE, MOMENTUM, Best, PreparedOuter, Scales, swapped
-from horizonml.state.optim import Optimizer
+from horizonml.state.optim import AVERAGE, MOMENTUM, Optimizer, PreparedOuter, Scales, swapped
 from horizonml.state.parts import TensorSplit, name_of, named
+from horizonml.state.shards import Best
 from horizonml.state.spec import Adam, Ema, Sgd
 
 _HEADER, _ENTRY = 1 << 16, 512  # the most bytes of a file's header, and of a tensor's entry in it besides its name

@@ -25,10 +25,10 @@ from horizonml.runtime.agreement import model_for
 from horizonml.runtime.life import Last
 from horizonml.runtime.restore import crowded, rebuild
 from horizonml.runtime.trainer import training_batch
-from horizonml.state.average import Best
 from horizonml.state.carry import move, senders
 from horizonml.state.mirror import Mirror, Report, buddy, keepers, owners, rebuilds
 from horizonml.state.resume import Held, Memory, Recovery, newest
+from horizonml.state.shards import Best
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import Batch

@@ -25,9 +25,8 @@ from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.trainer import train
-from horizonml.state.average import STOPPING, Best
 from horizonml.state.saver import find_best
-from horizonml.state.shards import read_metadata, step_of, steps
+from horizonml.state.shards import STOPPING, Best, read_metadata, step_of, steps
 from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import InputSpec

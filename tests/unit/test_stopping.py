@@ -10,9 +10,9 @@ import pytest
 from horizonml.errors import JobError
 from horizonml.job.jobfile import parse
 from horizonml.runtime.trainer import Evaluations, recorded
-from horizonml.state.average import KEPT, STOPPING, Best, Scales, decay_of, sources
-from horizonml.state.optim import learning_rate
+from horizonml.state.optim import Scales, decay_of, learning_rate, sources
 from horizonml.state.saver import superfluous
+from horizonml.state.shards import KEPT, STOPPING, Best
 from horizonml.state.spec import Ema, LrSchedule
 from horizonml.tasks.classification import Classification, MultiLabel
 from horizonml.tasks.language_model import LanguageModel

@@ -25,7 +25,7 @@ from horizonml.job.jobfile import overridden
 from horizonml.job.schema import Job
 from horizonml.models.weights import aliases
 from horizonml.models.zoo import build, construct
-from horizonml.state.average import AVERAGE, sources
+from horizonml.state.optim import AVERAGE, sources
 from horizonml.state.shards import Metadata, find, opened
 from horizonml.tasks.choose import channels_for, task_for
 from horizonml.tasks.task import InputSpec, Task
