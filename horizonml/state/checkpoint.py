@@ -15,11 +15,11 @@ import logging
 import re
 import shutil
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from horizonml.comm.expected import boolean, fields, mapping, text
@@ -107,7 +107,7 @@ class Checkpoints:
         self._saver = Saver(folder, group, self._disks, self._fence, keep, compatible, places)
         self._resumption = Resumption(folder, group, self._disks, compatible, places)
         self._background = Background(group, "checkpoints", _SLOWEST_DISK)
-        self._results: SimpleQueue[Saved] = SimpleQueue()
+        self._results: deque[Saved] = deque()
         self._told: set[str] = set()  # the warnings that are given once
         self._causes: list[str] = []  # of the last failure, as they were told
 
@@ -133,11 +133,9 @@ class Checkpoints:
         """
         started = time.perf_counter()
         self._background.wait(self._group.timeout / 2)
-        held_up = [rank for rank, (busy, _) in enumerate(self._prepare(state, plan)) if busy]
-        if held_up:
-            problems = [f"rank {rank}: an earlier checkpoint is still being written" for rank in held_up]
-        else:
-            problems = self._saver.save(take(state, plan, self._group, self._disks, details, copy=False))
+        busy, _, _ = self._prepare(state, plan)
+        problems = [f"rank {rank}: an earlier checkpoint is still being written" for rank in busy]
+        problems = problems or self._saver.save(take(state, plan, self._group, self._disks, details, copy=False))
         self._note(Saved(state.step, problems, time.perf_counter() - started))
         return problems
 
@@ -148,17 +146,14 @@ class Checkpoints:
         then training waits. It also waits if a rank has no memory for its copy. `finished` tells what became of each.
         """
         started = time.perf_counter()
-        roomy = all(self._group.gather_json(state.bytes() < memory_here(self._group), boolean))
-        ready = self._prepare(state, plan)
-        if must and any(busy for busy, _ in ready):
-            self.save(state, plan, details)
-        elif any(busy for busy, _ in ready):
-            self._skip(state.step, [rank for rank, (busy, _) in enumerate(ready) if busy])
-        elif any(broken for _, broken in ready):
-            self._warn_once("the threads that write checkpoints lost one another: from now on, training waits for them")
-            self.save(state, plan, details)
-        elif not roomy:
-            self._warn_once("there is too little memory for a copy of the state: training waits for its checkpoints")
+        busy, broken, roomy = self._prepare(state, plan)
+        if busy and not must:
+            self._skip(state.step, busy)
+        elif busy or broken or not roomy:
+            lost = "the threads that write checkpoints lost one another: from now on, training waits for them"
+            crowded = "there is too little memory for a copy of the state: training waits for its checkpoints"
+            if not busy:  # or the thread is neither of both, but at work
+                self._warn_once(lost if broken else crowded)
             self.save(state, plan, details)
         else:
             snapshot = take(state, plan, self._group, self._disks, details, copy=True)
@@ -185,12 +180,7 @@ class Checkpoints:
 
     def finished(self) -> list[Saved]:
         """Return what became of the checkpoints that were written since the last call."""
-        found = []
-        while True:
-            try:
-                found.append(self._results.get_nowait())
-            except Empty:
-                return found
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def _write(self, snapshot: Snapshot, pause: float) -> None:
         """Write a snapshot, in the thread. Raises PeerLost if the ranks' threads have lost one another."""
@@ -202,26 +192,29 @@ class Checkpoints:
                 raise
             # If the whole group is over, nobody asks for this any more; if it is not, `begin` says what comes of it.
             problems = [f"rank {self._group.rank}: {error}"]
-            self._results.put(Saved(snapshot.step, problems, pause, time.perf_counter() - started))
+            self._results.append(Saved(snapshot.step, problems, pause, time.perf_counter() - started))
             raise PeerLost(str(error)) from error
         self._note(Saved(snapshot.step, problems, pause, time.perf_counter() - started))
 
-    def _prepare(self, state: TrainState, plan: Plan) -> list[tuple[bool, bool]]:
+    def _prepare(self, state: TrainState, plan: Plan) -> tuple[list[int], bool, bool]:
         """Make the members of a stage hold the same state again: processors that round differently drift apart.
 
-        Return, for each rank, whether its thread is still writing, and whether the threads have lost one another.
+        Return the ranks whose threads are still writing, whether threads have lost one another, and whether all ranks
+        have memory for a copy of their state.
         """
         digests = digests_of(state, plan, self._group.rank, quick=True)
-        own = [self._background.busy, self._background.broken, digests]
-        reports = self._group.gather_json(own, fields(boolean, boolean, mapping(text)))
-        drifted = share_state(state, plan, self._group, [sums for _, _, sums in reports])
+        roomy = state.bytes() < memory_here(self._group)
+        own = [self._background.busy, self._background.broken, roomy, digests]
+        reports = self._group.gather_json(own, fields(boolean, boolean, boolean, mapping(text)))
+        busy, broken, rooms, everyone = zip(*reports, strict=True)
+        drifted = share_state(state, plan, self._group, everyone)
         if drifted:
             self._warn_once(
                 "rank %s rounds differently from the first member of its stage, and takes over that member's state at "
                 "every checkpoint",
                 ", ".join(str(rank) for rank, _ in drifted),
             )
-        return [(busy, broken) for busy, broken, _ in reports]
+        return [rank for rank, writes in enumerate(busy) if writes], any(broken), all(rooms)
 
     def _skip(self, step: int, ranks: list[int]) -> None:
         self.skipped += 1
@@ -248,7 +241,7 @@ class Checkpoints:
             for problem in saved.problems:
                 _log.warning("the checkpoint of step %d was not saved: %s", saved.step, problem)
         self._causes = causes
-        self._results.put(saved)
+        self._results.append(saved)
 
     def set_aside(self) -> None:
         """Move the checkpoints of an earlier run out of the way; all ranks call this.

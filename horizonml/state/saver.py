@@ -98,10 +98,8 @@ class Saver:
             written[name] = self._write_shard(tensors, hidden, name)
         own = [written, snapshot.details if self.group.rank == 0 else None]
         gathered = self.group.gather_json(own, fields(anything, optional(dict)))
-        reports, details = (
-            [report for report, _ in gathered],
-            gathered[0][1] or {},
-        )  # rank 0's, so that all metadata agree
+        reports = [report for report, _ in gathered]
+        details = gathered[0][1] or {}  # rank 0's, so that all metadata agree
         expected, of_members = {}, {}
         for number, stage in enumerate(plan.stages):
             writers = sorted(self.disks.writers(stage.ranks).values())
