@@ -28,10 +28,10 @@ from horizonml.errors import HorizonError, JobError, PeerLost
 from horizonml.files import scratch_folder
 from horizonml.machine.code import python_module
 from horizonml.machine.network import listen
-from horizonml.machine.signals import LAUNCHER, StopRequest, explain_signal, handling, launcher_name
+from horizonml.machine.signals import LAUNCHER, StopRequest, handling, launcher_name
 from horizonml.runtime.command import STOP_SECONDS
 from horizonml.runtime.forkserver import SERVER, ForkServer, start
-from horizonml.runtime.process import ENDING
+from horizonml.runtime.process import ENDING, how_ended, why_it_failed
 from horizonml.security.token import INSECURE, TOKEN, make_token
 from horizonml.text import escaped, plain_lines
 
@@ -94,11 +94,6 @@ class RankFailed(HorizonError):
         self.exit_code = exit_code
 
 
-def how_ended(code: int) -> str:
-    """Return what became of a process, from its exit code as `subprocess` gives it."""
-    return f"was killed by {explain_signal(-code)}" if code < 0 else f"ended with code {code}"
-
-
 @dataclass
 class _Rank:
     """Holds the process of one rank, its log, and the file in which it says why it fails."""
@@ -110,14 +105,10 @@ class _Rank:
     ended: float | None = None  # when the process was found to have ended
 
     def error(self) -> str:
-        """Return why the rank failed: what it says itself, or else the end of what it has printed."""
-        code = self.process.returncode
-        if code < 0:
-            return f"rank {self.number} {how_ended(code)}"
-        try:
-            text = plain_lines(self.ending.read_text())
-        except OSError:
-            text = "\n".join(self.log.text().splitlines()[-15:]) or f"it {how_ended(code)} and said nothing"
+        """Return why the rank failed."""
+        if self.process.returncode < 0:
+            return f"rank {self.number} {how_ended(self.process.returncode)}"
+        text = why_it_failed(self.process.returncode, self.ending, self.log.text().splitlines())
         whose = re.match(rf"rank (?:{self.number}\b|\d+: )", text)  # another rank's error has its number already
         return text if whose else f"rank {self.number}: {text}"
 

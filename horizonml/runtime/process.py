@@ -1,4 +1,7 @@
-"""Ends a process of ours: with an exit code, and with errors in words instead of tracebacks."""
+"""Ends a process of ours: with an exit code, and with errors in words instead of tracebacks.
+
+Whoever has started it finds the words in a file, so that nobody need search through what it has printed.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,20 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 import horizonml
 from horizonml.errors import HorizonError, OutOfMemory, TooManyFiles, is_out_of_files, is_out_of_memory
-from horizonml.machine.signals import watch_launcher
+from horizonml.machine.signals import explain_signal, watch_launcher
 from horizonml.text import escaped, plain_lines
 
 ENDING = "HORIZONML_ENDING"  # the file into which a process writes why it fails, for the one that has started it
 _PACKAGE = Path(horizonml.__file__).parent
 _BEGIN_SECONDS, _LOOK_SECONDS = 10.0, 0.25  # for a thread to begin, and between two looks
+_LAST_LINES = 15  # of what a process has said, if it could not say why it fails
 _AGAIN_SECONDS = 0.1  # until an interrupt that was lost is repeated
 _python_start = threading.Thread.start
 _endings: list[Path] = []  # the file of this process, if it has one
@@ -140,6 +144,20 @@ def report(error: str) -> None:
     for path in _endings:
         with suppress(OSError):
             path.write_text(error)
+
+
+def how_ended(code: int) -> str:
+    """Return what became of a process, from its exit code as `subprocess` gives it."""
+    return f"was killed by {explain_signal(-code)}" if code < 0 else f"ended with code {code}"
+
+
+def why_it_failed(code: int, ending: Path, said: Sequence[str]) -> str:
+    """Return why a process failed: what it has reported in its `ENDING`, or else the last lines that it has `said`."""
+    if code < 0:
+        return f"it {how_ended(code)}"
+    with suppress(OSError):
+        return plain_lines(ending.read_text(errors="replace"))
+    return "\n".join(said[-_LAST_LINES:]) or f"it {how_ended(code)} and said nothing"
 
 
 def own_line(error: BaseException) -> str | None:
