@@ -139,7 +139,6 @@ class LocalRun:
         self._service: subprocess.Popen[bytes] | None = None
         self._forks: ForkServer | None = None
         self._ranks: list[_Rank] = []
-        self._logs_of: list[RankLog] = []
         self._warnings = Warnings()
         self._stop = StopRequest()
         self._used = ExitStack()
@@ -175,11 +174,10 @@ class LocalRun:
             env[TOKEN] = make_token().text  # for this run alone, so that no other user of the machine takes part
             env.pop(INSECURE, None)
             env["HORIZONML_RENDEZVOUS"] = self._start_service(env)
-        logs = [RankLog(self._logs / f"rank-{rank}.log") for rank in range(self._world_size)]
-        self._logs_of += logs
+        logs = [self._log(f"rank-{rank}") for rank in range(self._world_size)]
         # One rank by itself would only wait for a second process.
         if self._world_size > 1 and sys.platform == "linux" and not env.get(SERVER):
-            self._forks = ForkServer({**env, ENDING: f"{endings / '0'}"}, logs[0].file)
+            self._forks = self._used.enter_context(ForkServer({**env, ENDING: str(endings / "0")}, logs[0].file))
             while not self._forks.loaded():
                 if self._stop.wanted:
                     print("stopped as asked, before the training began", flush=True)
@@ -199,10 +197,14 @@ class LocalRun:
             )
             self._ranks.append(_Rank(rank, process, log, ending))
 
+    def _log(self, name: str) -> RankLog:
+        log = RankLog(self._logs / f"{name}.log")
+        self._used.callback(log.file.close)
+        return log
+
     def _start_service(self, env: dict[str, str]) -> str:
         """Start the rendezvous service on a socket that listens already, so that no rank need wait for it."""
-        self._service_log = RankLog(self._logs / "rendezvous.log")
-        self._logs_of.append(self._service_log)
+        self._service_log = self._log("rendezvous")
         with listen("127.0.0.1", 0) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             self._service = subprocess.Popen(
@@ -242,14 +244,14 @@ class LocalRun:
             if self.interrupted and asked == math.inf:
                 asked = now
                 for rank in self._ranks:
-                    _signal(rank.process, signal.SIGTERM)
+                    rank.process.send_signal(signal.SIGTERM)
             if self._stop.at_once or now - asked > self._patience:
                 if not ending:
                     why = "as asked" if self._stop.at_once else f"as they did not stop within {self._patience:.0f} s"
                     print(f"all ranks end at once, {why}; what came after the newest checkpoint is lost", flush=True)
                 ending = True
                 for rank in self._ranks:
-                    _signal(rank.process, signal.SIGKILL)
+                    rank.process.send_signal(signal.SIGKILL)
         failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
         # Ranks that were asked to stop, or killed because they did not, have not failed.
         if self.interrupted:
@@ -269,22 +271,13 @@ class LocalRun:
     def _end(self) -> None:
         processes = [rank.process for rank in self._ranks]
         for process in processes:
-            _signal(process, signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_SECONDS
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
         if self._service is not None:
             processes.append(self._service)
         for process in processes:
-            _signal(process, signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
             process.wait()
-        if self._forks is not None:
-            self._forks.close()
-        for log in self._logs_of:
-            log.file.close()
         self._used.close()
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    if process.poll() is None:
-        process.send_signal(number)
