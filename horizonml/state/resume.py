@@ -301,19 +301,17 @@ class Held:
     """Describes the state that a rank has in memory."""
 
     step: int
-    prepared: bool  # whether it holds what makes it the state after another step, too
+    next: int | None  # a step after which it can be made the state with what is prepared, too
     layers: tuple[int, ...]
-    then: int | None = None  # that step, if it is not the next one
 
     @classmethod
     def of(cls, state: TrainState) -> Held:
         """Describe a state."""
-        return cls(state.step, state.next is not None, tuple(state.layers()), state.next)
+        return cls(state.step, state.next, tuple(state.layers()))
 
     def reaches(self, step: int) -> bool:
         """Return whether this is the state after `step`, or can be made so."""
-        then = self.then if self.then is not None else self.step + 1
-        return self.step == step or (self.prepared and then == step)
+        return step in (self.step, self.next)
 
 
 @dataclass(frozen=True)
@@ -389,9 +387,7 @@ def _adopt(state: TrainState, step: int, scale: float | None) -> None:
     clips = state.optimizer.spec.clip_norm is not None
     if state.step == step:
         state.settle(apply=False)
-    elif isinstance(state.prepared, PreparedOuter) and state.next == step:
-        state.settle(apply=True)
-    elif state.next == step and not isinstance(state.prepared, PreparedOuter) and (scale is not None or not clips):
+    elif state.next == step and (isinstance(state.prepared, PreparedOuter) or scale is not None or not clips):
         state.settle(apply=True, scale=scale if clips else None)
     else:
         state.drop()

@@ -269,7 +269,7 @@ def test_a_stage_that_was_lost_with_its_copy_cannot_be_rebuilt() -> None:
 
 def test_the_newest_step_counts_and_who_is_prepared_for_it_has_it() -> None:
     assert newest([None, None], [True]) is None
-    behind, prepared, ahead = Held(4, False, (0, 1)), Held(4, True, (0, 1)), Held(5, False, (0,))
+    behind, prepared, ahead = Held(4, None, (0, 1)), Held(4, 5, (0, 1)), Held(5, None, (0,))
     assert newest([behind, prepared, ahead], [True, True]) == Recovery(5, [[1, 2], [1]])
     assert newest([behind, behind, None], [True, True]) == Recovery(4, [[0, 1], [0, 1]])
     found = newest([behind, ahead], [True, True, False])
@@ -277,7 +277,7 @@ def test_the_newest_step_counts_and_who_is_prepared_for_it_has_it() -> None:
     assert found.missing == [1]
     memory = Memory(prepared, 0.5, {"step": 4}, {"kept": Best(metric="held_out_loss", value=0.5, step=3)})
     assert instance(Memory)(plain(memory)) == memory
-    for damaged in (None, [1], {"step": True}, {"step": "4"}, {"step": 4, "prepared": True, "layers": ["0"]}):
+    for damaged in (None, [1], {"step": True}, {"step": "4"}, {"step": 4, "next": 5, "layers": ["0"]}):
         with pytest.raises(ValueError, match=r"valid|object|required"):
             instance(Held)(damaged)
 
