@@ -48,7 +48,7 @@ from horizonml.runtime.recording import (
 )
 from horizonml.runtime.restore import Spare, is_older_than_disk, mirror_for, recover, restore
 from horizonml.runtime.stragglers import StragglerDetector
-from horizonml.runtime.trainer import train
+from horizonml.runtime.trainer import Training
 from horizonml.runtime.unreadable import find_unreadable
 from horizonml.state.carry import Digests, digests_of, hand_over, share_state
 from horizonml.state.checkpoint import Arrival, Checkpoints, compatible_with
@@ -356,7 +356,7 @@ class Generation:
             life.started = life.started or time.monotonic()
             workers = life.workers_for(data, session.is_first, session.is_last)
             given = checkpoints, recorder, life.stop, self.newcomers, detector, mirror, workers
-            outcome = train(life.job, session, data, *given)
+            outcome = Training(life.job, session, data, *given).run()
             if life.last is not None and outcome is Outcome.RE_PLAN:
                 life.last.mirror.finish()
                 life.last = None  # what this plan's ranks have copied is of no use to the next one's

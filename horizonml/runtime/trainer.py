@@ -40,42 +40,9 @@ from horizonml.telemetry.recorder import Recorder
 from horizonml.text import count, human_bytes, nearest
 
 
-def train(
-    job: Job,
-    session: Trainer,
-    data: Data,
-    checkpoints: Checkpoints | None,
-    recorder: Recorder,
-    stop: StopRequest,
-    newcomers: Callable[[], bool] = lambda: False,
-    watch: StragglerDetector | None = None,
-    mirror: Callable[[], Mirror | None] = lambda: None,
-    workers: Workers | None = None,
-) -> Outcome:
-    """Train from where the session's state is to the end of the job, or until a rank is asked to stop.
-
-    If another rank was asked to stop, or `newcomers` want to join, return that the group must form again; if `watch`
-    has a better plan, return that training must go on with it. `mirror` makes what mirrors the ranks' state, once all
-    of them have it. `workers` load samples, and are not ended here; by default there are new ones. Raises
-    CheckpointError if the run ends and its last checkpoint could not be saved. If training fails, the checkpoint that
-    is being written is completed first.
-    """
-    with closing(_Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch, mirror, workers)) as loop:
-        try:
-            return loop.run()
-        except PeerLost:  # without that rank nothing can be written
-            raise
-        except Diverged as error:
-            kept = loop.finish_checkpoint(together=session.plan.local is None)
-            raise Diverged(f"{error}{kept}") from None
-        except Exception:
-            loop.finish_checkpoint(together=False)
-            raise
-
-
 @dataclass
-class _Loop:
-    """Holds what the steps of a training share."""
+class Training:
+    """A training from where the session's state is to the end of the job, or until a rank is asked to stop."""
 
     job: Job
     session: Trainer
@@ -83,10 +50,10 @@ class _Loop:
     checkpoints: Checkpoints | None
     recorder: Recorder
     stop: StopRequest
-    newcomers: Callable[[], bool]
-    watch: StragglerDetector | None
-    make_mirror: Callable[[], Mirror | None]
-    given: Workers | None
+    newcomers: Callable[[], bool] = lambda: False  # whether further ranks want to join
+    watch: StragglerDetector | None = None
+    make_mirror: Callable[[], Mirror | None] = lambda: None  # what mirrors the ranks' state, once all of them have it
+    given: Workers | None = None  # that load samples, and are not ended here; otherwise there are new ones
     mirror: Mirror | None = None
     overdue: bool = False  # whether a checkpoint waits until no rank follows any longer
     wall: float = math.inf  # seconds that the last step took
@@ -116,14 +83,29 @@ class _Loop:
     def _training_batch(self, number: int) -> DataBatch:
         return training_batch(self.job, self.data, self.sampler, *divmod(number, self.per_epoch))
 
-    def close(self) -> None:
-        """Give up what is loaded ahead, and end the workers unless they were given."""
-        self.batches.close()
-        if self.given is None:
-            self.workers.close()
-
     def run(self) -> Outcome:
-        """Run the training; see `train`."""
+        """Train to the end, and return why it is the end.
+
+        That may be that the group must form again, because another rank was asked to stop or newcomers want to join, or
+        that training must go on by a better plan. Raises CheckpointError if the run ends and its last checkpoint could
+        not be saved. If training fails, the checkpoint that is being written is completed first.
+        """
+        try:
+            return self._run()
+        except PeerLost:  # without that rank nothing can be written
+            raise
+        except Diverged as error:
+            kept = self._finish_checkpoint(together=self.session.plan.local is None)
+            raise Diverged(f"{error}{kept}") from None
+        except Exception:
+            self._finish_checkpoint(together=False)
+            raise
+        finally:
+            self.batches.close()
+            if self.given is None:
+                self.workers.close()
+
+    def _run(self) -> Outcome:
         caught_up = self._catch_up()
         if self.session.following is None:
             self.mirror = self.make_mirror()
@@ -339,7 +321,7 @@ class _Loop:
                 f"the last checkpoint, after step {done}, could not be saved ({'; '.join(problems)}); {kept}"
             )
 
-    def finish_checkpoint(self, together: bool) -> str:
+    def _finish_checkpoint(self, together: bool) -> str:
         """Wait for the checkpoint that is being written; return a sentence about the newest one."""
         if self.checkpoints is None:
             return ""

@@ -25,7 +25,7 @@ from horizonml.machine.signals import StopRequest
 from horizonml.planner.strategies import fixed_plan
 from horizonml.runtime.agreement import describe_data, model_for
 from horizonml.runtime.outcome import Outcome
-from horizonml.runtime.trainer import train
+from horizonml.runtime.trainer import Training
 from horizonml.runtime.unreadable import find_unreadable
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.log import read_lines
@@ -80,7 +80,7 @@ def run(rank: int, world_size: int, store: Store, job: Job) -> tuple[dict[str, T
         recorder = Recorder(
             job.run_folder / f"{world_size}-rank-{rank}.jsonl", Silent(), run_info(job, session.plan, rank), 1
         )
-        assert train(job, session, data, None, recorder, StopRequest()) is Outcome.COMPLETE
+        assert Training(job, session, data, None, recorder, StopRequest()).run() is Outcome.COMPLETE
         recorder.close("done")
         return state_of(session), dict(session.state.metrics)
     finally:

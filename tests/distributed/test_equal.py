@@ -23,7 +23,7 @@ from horizonml.planner.profile import Host
 from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import describe_together, make_plan
 from horizonml.runtime.capacity import Capacity, find_hosts
-from horizonml.runtime.trainer import Outcome, train
+from horizonml.runtime.trainer import Outcome, Training
 from horizonml.state.carry import share_state
 from horizonml.state.spec import Sgd
 from horizonml.tasks.task import InputSpec
@@ -70,7 +70,7 @@ def trained(
         assert share_state(session.state, agreed.plan, group) == []
         data = load(job.data, info, cache, inputs=session.is_first, targets=session.is_last)
         recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), run_info(job, session.plan, rank), 0)
-        assert train(job, session, data, None, recorder, StopRequest()) is Outcome.COMPLETE
+        assert Training(job, session, data, None, recorder, StopRequest()).run() is Outcome.COMPLETE
         return session.plan.to_json(), state_of(session)
     finally:
         group.close()

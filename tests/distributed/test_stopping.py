@@ -24,7 +24,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.outcome import Outcome
-from horizonml.runtime.trainer import train
+from horizonml.runtime.trainer import Training
 from horizonml.state.saver import find_best
 from horizonml.state.shards import STOPPING, Best, read_metadata, step_of, steps
 from horizonml.state.spec import Sgd
@@ -210,7 +210,7 @@ def disagreeing(rank: int, world_size: int, store: Store, folder: Path) -> tuple
     recorder = Recorder(folder / f"rank-{rank}.jsonl", Silent(), run_info(job, plan, rank), 0)
     try:
         session = session_for(plan, kind.model(), group, Sgd(), job.batch_size, Noisy())
-        outcome = train(job, session, data, None, recorder, StopRequest())
+        outcome = Training(job, session, data, None, recorder, StopRequest()).run()
         return outcome, session.state.step, session.state.best
     finally:
         recorder.close("done")

@@ -17,7 +17,7 @@ from horizonml.job.jobfile import parse
 from horizonml.machine.signals import StopRequest
 from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.outcome import Outcome
-from horizonml.runtime.trainer import train
+from horizonml.runtime.trainer import Training
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.spec import Sgd
 from horizonml.telemetry.log import read_lines
@@ -118,7 +118,7 @@ def run(rank: int, world_size: int, store: Store, name: str, folder: Path) -> tu
     try:
         session = session_for(plan, kind.model(), group, OPTIMIZER, job.batch_size, kind.task)
         checkpoints = Checkpoints(folder / "checkpoints", group, 2, {})
-        outcome = train(job, session, data, checkpoints, recorder, StopRequest())
+        outcome = Training(job, session, data, checkpoints, recorder, StopRequest()).run()
         reached = dict(session.state.metrics)
         metadata = checkpoints.resume(session.state, plan)
         assert metadata is not None

@@ -24,7 +24,7 @@ from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.models.zoo import build
 from horizonml.planner.strategies import fixed_plan
-from horizonml.runtime.trainer import train
+from horizonml.runtime.trainer import Training
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.saver import Saver
 from horizonml.state.shards import Metadata, read_metadata, steps
@@ -108,7 +108,7 @@ def run(
                 shutil.rmtree(max((job.run_folder / "checkpoints").glob("step-*")))
             group.barrier()
         stop = StopAfter(stop_after) if stop_after is not None and rank == stopping_rank else StopRequest()
-        outcome = train(job, session, data, checkpoints, recorder, stop)
+        outcome = Training(job, session, data, checkpoints, recorder, stop).run()
         state = state_of(session)
     finally:
         recorder.close("done")
