@@ -1,8 +1,7 @@
 """Finds out what the ranks of a group may use of their machines, and refuses plans that cannot fit there.
 
-Says how long the warm-ups are on which a run tries lossy formats, and which runs are too short for them.
-
-A trial costs at most `MOST_OF_RUN` of the run's steps.
+The warm-ups on which a run tries lossy formats cost at most `MOST_OF_RUN` of its steps; here is how long they are, and
+which runs are too short for them.
 """
 
 from __future__ import annotations

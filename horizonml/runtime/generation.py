@@ -1,7 +1,4 @@
-"""What a rank does as a member of one group: agree on a plan, take up the state, and train until the group ends.
-
-Agrees on how each rank runs the layers; it keeps to that for as long as it lives.
-"""
+"""What a rank does as a member of one group: agree on a plan, take up the state, and train until the group ends."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 A job does so with `parallel.exact: false`, for formats that the planner chooses, and with `precision: auto`. What it
 sets itself (`parallel.activations`, `gradient_compression`, `stages`, `precision: bf16`) is used without a trial.
 
-It also tries lossy formats before a run trains with them, and replaces those that cost accuracy by more precise ones.
-
 From the state that the run has, a warm-up of a few steps is trained exactly, and another one with all lossy choices of
 the plan (formats of links, of sums of gradients, bf16 computing), on the same batches with the same random numbers.
 Both are evaluated on the same held-out samples, four times in their second half, because a single evaluation of a model
@@ -15,8 +13,8 @@ worst choice, and others that are at least half as bad, are made more precise, a
 
 Then the state is brought back to where the run was, and training goes on with what was chosen. So every step of the run
 is recorded, evaluated and saved once, a run that is interrupted in a trial has lost nothing, and the run ends with the
-same parameters, bit for bit, as one whose job sets these formats. `warm_up` says how long a trial is;
-a run that is too short for one does without what should not be used untested.
+same parameters, bit for bit, as one whose job sets these formats. A run that is too short for a trial (see `capacity`)
+does without what should not be used untested.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Every rank is the same command that a container would run; on Linux, several of 
 has loaded PyTorch. The first rank shares this terminal. The output of the others, and all errors and warnings, go to
 `rank-N.log` in the run's folder; warnings are also shown here, once. Ctrl-C and SIGTERM reach all ranks as a request to
 stop after the step, and a rank that fails ends the others.
-
-It also keeps the output of the ranks of a local run in files, and shows their warnings.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Restores the state when a group begins: from the ranks' memory, from a checkpoint, or to step 0.
 
-It also rebuilds the layers that only lost ranks held, from their replicas and the messages that were sent to them, and
-prepares for the next loss.
+Layers that only lost ranks held are rebuilt from their replicas and from the messages that were sent to those ranks
+since. Before the group trains, it prepares for the next loss.
 """
 
 from __future__ import annotations

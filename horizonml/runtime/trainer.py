@@ -1,7 +1,4 @@
-"""Runs the training loop, which is the same for every plan and every task.
-
-Follows the evaluations of a training: whether it ends early, and which evaluation is the best.
-"""
+"""Runs the training loop, which is the same for every plan and every task, until it is done or does not get better."""
 
 from __future__ import annotations
 

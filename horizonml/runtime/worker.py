@@ -1,6 +1,6 @@
 """The life of one rank: meet the others, agree on a plan, train, leave; or meet again when one of them is lost.
 
-It also links this process to ranks on other machines: through its tunnel, and with a watch on whom it does not reach.
+Ranks on other machines are reached through this process's tunnel, and a watch reports those that are not reached.
 """
 
 from __future__ import annotations

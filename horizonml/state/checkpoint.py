@@ -4,8 +4,8 @@ Between two steps, each rank copies what it is to write, and training goes on wh
 The last checkpoint of a training is written while everybody waits. Tensors carry the model's own names, so a checkpoint
 can be resumed with any plan and any world size.
 
-Where machines have their own disks, `disks` decides which of them keep a copy of a shard. `fence` keeps groups that are
-over from writing.
+Where machines have their own disks, `disks` decides which of them keep a copy of a shard. The fence of `runfolder`
+keeps groups that are over from writing.
 """
 
 from __future__ import annotations

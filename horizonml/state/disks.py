@@ -5,7 +5,7 @@ members, and on that of the next rank after them that is on another machine, so 
 a stage, can vanish together with their disks. Rank 0's disk has all shards, so that a job can be scaled down to any
 number of ranks, and exported there.
 
-Takes snapshots: what a rank writes of a checkpoint, as it was at one step boundary.
+What a rank writes of a checkpoint, as it was at one step boundary, is its `Snapshot`.
 """
 
 from __future__ import annotations

@@ -5,15 +5,9 @@ beside the training's own messages; then it begins anew with a newer copy. The r
 messages that they have sent to the owner since that copy (see `comm.work`). If the owner is lost, its stages are taken
 from the copy and brought to the present by repeating its work on those messages, so nobody else goes back.
 
-Where the members of a stage split channels, each is an owner of its parts. All take their copies at the same step, and
-keep them, too, because the parts that are left must fit the copy of those that are lost.
-
-It also copies a state into one piece of memory, as the bytes of a safetensors file, again and again at the least cost.
-
-Tells whose state is copied to whose memory, and how what was lost with a rank is rebuilt from the copies.
-
-An owner is a rank that alone holds some state: the only member of its stages, or one of the members that split the
-channels of a stage. The copies of members that split a stage are of the same step, so that they make up whole layers.
+Where the members of a stage split channels, each is an owner of its parts. All take their copies at the same step, so
+that they make up whole layers, and keep them, too, because the parts that are left must fit the copy of those that are
+lost. A copy is one piece of memory, with the bytes of a safetensors file.
 """
 
 from __future__ import annotations

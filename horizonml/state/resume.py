@@ -1,13 +1,12 @@
-"""Resumes the newest checkpoint that is intact on all machines together.
+"""Decides what training goes on with: the state in the ranks' memory, or a checkpoint.
 
-When a rank lacks a shard, a rank that has it sends it. Every file is read and hashed once, by one rank of the disk that
-it lies on or arrives at.
+A checkpoint is the newest that is intact on all machines together. When a rank lacks a shard, a rank that has it sends
+it. Every file is read and hashed once, by one rank of the disk that it lies on or arrives at.
 
-Agrees on the state that training goes on with, after a group has lost or gained ranks.
-
-Every rank keeps its state in memory. The newest step that any rank has reached counts, because all ranks had done their
-part of it. A rank that misses only the others' consent applies the gradients that it still holds; one that misses more
-drops its state, and receives that of a rank which has it. What no rank has may be rebuilt from a replica (`mirror`).
+Of the states in memory, after a group has lost or gained ranks, the newest step that any rank has reached counts,
+because all ranks had done their part of it. A rank that misses only the others' consent applies the gradients that it
+still holds; one that misses more drops its state, and receives that of a rank which has it. What no rank has may be
+rebuilt from a replica (`mirror`).
 """
 
 from __future__ import annotations

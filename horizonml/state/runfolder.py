@@ -3,12 +3,11 @@
 Two runs that write into one folder would mix their records and delete each other's checkpoints. `--fresh` moves folders
 away, and it must never touch one that does not belong to a run.
 
-Keeps groups that are over from writing into a folder in which a newer group has begun.
-
-A group may be held up for minutes, between any two instructions, and wake up when the others have long formed a new
-one. So each group announces itself in the folder before it writes there, by a file whose name says which generation it
-is, and looks for newer announcements before it turns what it wrote into a checkpoint. No group removes a newer one's
-announcement, so none that wakes up can take one back.
+Nor may groups that are over write into a folder in which a newer group has begun: a `Fence` keeps them out. A group may
+be held up for minutes, between any two instructions, and wake up when the others have long formed a new one. So each
+group announces itself in the folder before it writes there, by a file whose name says which generation it is, and looks
+for newer announcements before it turns what it wrote into a checkpoint. No group removes a newer one's announcement, so
+none that wakes up can take one back.
 """
 
 from __future__ import annotations

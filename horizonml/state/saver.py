@@ -3,9 +3,7 @@
 Shards are written into a hidden folder, made durable and verified; only then is the folder renamed, which makes it a
 checkpoint (see `shards` for the files).
 
-Runs one piece of work at a time in a thread, which ends with its group, or with the object that gives it work.
-
-Says which checkpoints are kept, and finds the best one.
+A `Background` does that in a thread beside the training. The newest checkpoints and the best one are kept.
 """
 
 from __future__ import annotations
