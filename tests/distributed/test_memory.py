@@ -111,13 +111,13 @@ def without_room(rank: int, world_size: int, store: Store, folder: Path) -> tupl
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
     session = session_for(plan, model, group, Sgd(), 24)
     session.step(RandomBatch(0), LR)
-    checkpoints, own = Checkpoints(folder, group, 2, {}), checkpoint.memory_left
+    checkpoints, own = Checkpoints(folder, group, 2, {}), checkpoint.memory_here
     try:
-        checkpoint.memory_left = lambda processes: 0.0 if rank else own(processes=processes)
+        checkpoint.memory_here = lambda group: 0.0 if rank else own(group)
         checkpoints.begin(session.state, plan, {})
         saved = checkpoints.finished()
     finally:
-        checkpoint.memory_left = own
+        checkpoint.memory_here = own
         session.close()
         group.close()
     return [one.step for one in saved if not one.problems], any(one.writing for one in saved)
