@@ -56,7 +56,7 @@ class GroupPlan:
             refuse_what_cannot_fit(found.plan, self.model, optimizer_copies(life.job), hosts, self.names)
             if found.measured is not None and found.measured is not measured:
                 life.measured, life.measured_for = found.measured, self.started_as
-        elif kept is not None and (kept.plan, kept.forecast) == (decided.plan, decided.forecast):
+        elif kept is not None and kept.plan.to_json() == decided.plan.to_json() and kept.forecast == decided.forecast:
             found = kept  # which, on rank 0, also knows the problem
         else:
             found = Agreed(decided.plan, decided.forecast)
