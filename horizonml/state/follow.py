@@ -25,7 +25,7 @@ from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
 from horizonml.machine.accelerator import computing
 from horizonml.plan.plan import Plan
-from horizonml.state.carry import Holders, Moves, Parcel, holders, memory_here, parcels, senders
+from horizonml.state.carry import Holders, Moves, Parcel, carry, holders, memory_here, parcels, senders
 from horizonml.state.saver import Background
 from horizonml.state.train_state import TrainState
 from horizonml.text import human_bytes
@@ -119,20 +119,16 @@ def _slow(chosen: frozenset[int], moves: Moves, state: TrainState, plan: Plan, g
 
     Each asks one of its senders for a piece, and tells how long all of its state would take. Raises PeerLost.
     """
-    tag, seconds = group.channel("probe").tag(), 0.0
+    seconds = 0.0
     first = {receiver: sender for _, sender, receiver in reversed(moves) if receiver in chosen}
     for receiver, sender in sorted(first.items()):
-        word, piece = torch.zeros(1, dtype=torch.uint8), torch.zeros(_TRIED_BYTES, dtype=torch.uint8)
-        if group.rank == sender:
-            group.wait(group.receive(word, receiver, tag), receiver)
-            group.wait(group.send(piece, receiver, tag), receiver)
-        elif group.rank == receiver:
+        if group.rank in (sender, receiver):
             began = time.monotonic()
-            arrives = group.receive(piece, sender, tag)
-            group.wait(group.send(word, sender, tag), sender)
-            group.wait(arrives, sender)
-            taken = time.monotonic() - began
-            seconds = taken * needs(state, plan, chosen, receiver).copies / _TRIED_BYTES
+            carry([Parcel("ask", torch.zeros(1, dtype=torch.uint8), receiver, sender)], group, "probe")
+            carry([Parcel("piece", torch.zeros(_TRIED_BYTES, dtype=torch.uint8), sender, receiver)], group, "probe")
+            if group.rank == receiver:
+                rate = _TRIED_BYTES / (time.monotonic() - began)
+                seconds = needs(state, plan, chosen, receiver).copies / rate
     told = group.gather_json(seconds, number)
     return frozenset(rank for rank in chosen if told[rank] > _LONG_SECONDS)
 
