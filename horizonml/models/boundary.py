@@ -152,7 +152,7 @@ def refused(
     return ModelError(f"{type(model).__name__} {verb} of shape {shapes}{at}: {where(error)}. {input.advice}".rstrip())
 
 
-def arguments(inputs: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(inputs: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, object]]:
     """Return the arguments of a model's forward for these inputs."""
     return ((), dict(zip(names, inputs, strict=True))) if names else (tuple(inputs), {})
 

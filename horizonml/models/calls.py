@@ -230,7 +230,7 @@ class _Tracker(TorchDispatchMode):
         return frozenset[Source]().union(*found)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.paused:
@@ -325,7 +325,7 @@ class _Run:
                     self.tracker.note(leaf, sources | {Pin(f"{path}.{attribute}")})
                 owner.__dict__[attribute] = tree_unflatten(own, structure)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, frozenset[Source], frozenset[Result]]:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, object]) -> tuple[Any, frozenset[Source], frozenset[Result]]:
         """Return the model's result, what it is made of, and the results that the glue has changed."""
         with torch.no_grad(), self.tracker, nothing_made(self._root):
             result = self._root(*args, **kwargs)

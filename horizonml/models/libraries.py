@@ -22,7 +22,7 @@ from horizonml.spec.base import is_configuration
 from horizonml.tasks.task import InputSpec
 from horizonml.text import nearest
 
-Constructor = tuple[Callable[..., nn.Module], dict[str, Any]]
+Constructor = tuple[Callable[..., nn.Module], dict[str, object]]
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _COUNT_PADDING = ("roberta", "camembert", "longformer", "mpnet", "ibert", "luke", "xmod", "data2vec-text")
@@ -42,7 +42,7 @@ def transformers_model(name: str, outputs: int, input: InputSpec) -> Constructor
     if config is None or not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         known = [entry for entry in dir(transformers) if "For" in entry or entry.endswith("LMHeadModel")]
         raise ModelError(f"model.name: transformers has no model {name!r}{nearest(name, known)}")
-    defaults: dict[str, Any] = {"use_cache": False} if _has(config, "use_cache") else {}
+    defaults: dict[str, object] = {"use_cache": False} if _has(config, "use_cache") else {}
     length = sequence_length(input)
     if _predicts_words(name):
         # The tokens are the data's own: none of them begins, ends or fills up a text, unless the options say so.
@@ -146,7 +146,7 @@ def _has(config: Any, option: str) -> bool:
     return hasattr(_default(config), option)
 
 
-def gpt_model(outputs: int, input: InputSpec) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+def gpt_model(outputs: int, input: InputSpec) -> tuple[Callable[..., nn.Module], dict[str, object]]:
     """Return the constructor of the small GPT, and the keyword arguments that suit this vocabulary and this input.
 
     Raises ModelError unless the input is a sequence of tokens.
@@ -166,7 +166,7 @@ def sequence_length(input: InputSpec) -> int | None:
     return shape[0] if len(shape) == 1 and not dtype.is_floating_point else None
 
 
-def vision_model(name: str, outputs: int, input: InputSpec) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+def vision_model(name: str, outputs: int, input: InputSpec) -> tuple[Callable[..., nn.Module], dict[str, object]]:
     """Return a model's constructor and the keyword arguments that suit these outputs and this input.
 
     Raises ModelError unless the input has the shape `[channels, height, width]`.

@@ -47,7 +47,7 @@ class _StandIn(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         if func in _READS:
             raise ModelError(f"the model's forward reads a tensor ({getattr(func, '__name__', func)}) {_UNSEEN}")
@@ -126,7 +126,7 @@ class _Run:
         memo[id(self)] = copy = _Run(self._part)
         return copy
 
-    def begin(self, values: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def begin(self, values: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, object]]:
         """Take the tensors that have travelled here, and return the arguments of the model's forward."""
         part = self._part
         self._values = dict(zip(part.entering, values, strict=True))

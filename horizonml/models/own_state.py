@@ -108,11 +108,11 @@ def _slots(owner: Any) -> list[str]:
     return [name for name in names if not name.startswith("__")]
 
 
-def _read_object(owner: Any) -> dict[str, Any]:
+def _read_object(owner: Any) -> dict[str, object]:
     return {**getattr(owner, "__dict__", {}), **{name: getattr(owner, name, None) for name in _slots(owner)}}
 
 
-def _write_object(owner: Any, held: dict[str, Any]) -> None:
+def _write_object(owner: Any, held: dict[str, object]) -> None:
     own = getattr(owner, "__dict__", None)
     if own is not None:
         slots = set(_slots(owner))

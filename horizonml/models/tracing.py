@@ -110,7 +110,7 @@ class _Tracer(fx.Tracer):
         return stack[-1][0] if stack else ""
 
     def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]
     ) -> Any:
         unchanged = _context() == self._context
         if unchanged:
@@ -186,7 +186,7 @@ def trace(model: nn.Module, names: Sequence[str] = ()) -> fx.Graph:
             leaves.add(found[0])
 
 
-def _defaults(model: nn.Module, names: Sequence[str]) -> dict[str, Any]:
+def _defaults(model: nn.Module, names: Sequence[str]) -> dict[str, object]:
     """Return the default values of the forward's arguments that the data does not provide."""
     arguments = list(inspect.signature(model.forward).parameters.values())
     given = set(names or [argument.name for argument in arguments[:1]])
@@ -197,7 +197,7 @@ def _defaults(model: nn.Module, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _trace_once(model: nn.Module, leaves: set[str], defaults: dict[str, Any]) -> fx.Graph | None:
+def _trace_once(model: nn.Module, leaves: set[str], defaults: dict[str, object]) -> fx.Graph | None:
     """Trace once; return None, and add a leaf, if a submodule prevented the trace."""
     tracer = _Tracer(leaves)
     tensors, attributes, before = _Tensors(model), Attributes(model), _draws()
@@ -268,9 +268,9 @@ class Attributes:
             for path, module in model.named_modules()
         ]
 
-    def changed(self) -> dict[str, dict[str, Any]]:
+    def changed(self) -> dict[str, dict[str, object]]:
         """Return the attributes that are new or have changed, with their values, by the path of their module."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, object]] = {}
         for path, module, before in self._held:
             for name, value in module.__dict__.items():
                 if name in self._OWN or (name in before and is_same(value, *before[name])):
@@ -322,11 +322,11 @@ def nothing_made(model: nn.Module) -> Iterator[None]:
             )
 
 
-def _registered(module: nn.Module) -> tuple[dict[str, Any], ...]:
+def _registered(module: nn.Module) -> tuple[dict[str, object], ...]:
     return dict(module._modules), dict(module._buffers)
 
 
-def _taken_away(module: nn.Module, before: Sequence[dict[str, Any]]) -> list[str]:
+def _taken_away(module: nn.Module, before: Sequence[dict[str, object]]) -> list[str]:
     """Remove the modules and buffers of a module that were not there before, and return their names."""
     found = []
     registries: tuple[dict[str, Any], ...] = (module._modules, module._buffers)
@@ -383,7 +383,7 @@ def _is_in(tensor: Tensor | None, data: Tensor | None) -> bool:
     return bool(tensor.untyped_storage()._cdata == data.untyped_storage()._cdata)
 
 
-def _drop_checks(graph: fx.Graph, defaults: dict[str, Any]) -> None:
+def _drop_checks(graph: fx.Graph, defaults: dict[str, object]) -> None:
     """Drop the operations with which fx checks at run time that arguments have their defaults."""
     mine = re.compile(rf"({'|'.join(map(re.escape, defaults)) or '(?!)'})_\d+")
     for node in graph.nodes:

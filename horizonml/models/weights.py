@@ -86,7 +86,7 @@ class Tape(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         leaves, structure = tree_flatten((args, kwargs))
@@ -203,7 +203,7 @@ class Seeded(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
@@ -462,7 +462,7 @@ def copy_persistence(module: nn.Module, made: nn.Module) -> None:
             part._non_persistent_buffers_set |= originals[path]._non_persistent_buffers_set & part._buffers.keys()
 
 
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, object]:
     """Return the arguments of an operation on real tensors, which may ask for the device of a parameter."""
     device = kwargs.get("device")
     return kwargs | {"device": torch.device("cpu")} if device is not None and device.type == "meta" else kwargs

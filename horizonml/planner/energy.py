@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.problem import Problem
@@ -113,12 +112,12 @@ def energy_of(problem: Problem, prediction: Prediction) -> Energy | None:
     return Energy(tuple(a + b for a, b in zip(idle, added, strict=True)), sum(added))
 
 
-def energy_facts(problem: Problem, found: Candidate) -> dict[str, Any] | None:
+def energy_facts(problem: Problem, found: Candidate) -> dict[str, object] | None:
     """Return a plan's energy as a JSON object, or None where the watts of a device are not known."""
     energy = energy_of(problem, found.prediction)
     if energy is None:
         return None
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "objective": problem.objective.kind,
         "joules_per_step": energy.joules,
         "joules_per_sample": energy.joules / problem.batch_size,

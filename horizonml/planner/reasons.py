@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 from horizonml.plan.execution import Execution
 from horizonml.plan.plan import Plan, Stage
@@ -59,9 +58,9 @@ class Reason:
         details += self.notes
         return f"{self.what}: {'; '.join(details)}." if details else f"{self.what}."
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the reason as a JSON object, without what it does not say."""
-        found: dict[str, Any] = {"about": self.about, "choice": self.choice, "text": self.text, "exact": self.exact}
+        found: dict[str, object] = {"about": self.about, "choice": self.choice, "text": self.text, "exact": self.exact}
         if self.stage is not None:
             found["stage"] = self.stage
         if self.bytes_per_sample:

@@ -155,7 +155,7 @@ class Planning:
         given = [device.name for device in self.devices]
         return [name if given.count(name) == 1 else f"{name}-rank{rank}" for rank, name in enumerate(given)]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the planning as a JSON object."""
         return {"format": _FORMAT, **_plannings().dump_python(self, mode="json")}
 

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from horizonml.errors import HorizonError, JobError, PlanError
 from horizonml.job.schema import Job
@@ -211,7 +210,7 @@ def _several(words: Sequence[str]) -> str:
 
 def plan_facts(
     problem: Problem, found: Candidate, names: Sequence[str], layers: Sequence[str], origins: Sequence[int | None]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a plan with what it is predicted to cost, as a JSON object for people and pages."""
     plan, prediction = found.plan, found.prediction
     everything = [sum(problem.profiles[0].seconds(layer, 1)) for layer in range(problem.layers)]

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -202,7 +201,7 @@ class _Work:
         return statistics.median(found)
 
 
-def _key(model: Model, rows: int, cores: Sequence[float]) -> dict[str, Any]:
+def _key(model: Model, rows: int, cores: Sequence[float]) -> dict[str, object]:
     """Return all that the contention on this machine depends on, for this model and such ranks."""
     return {
         "format": _FORMAT,
@@ -216,7 +215,7 @@ def _key(model: Model, rows: int, cores: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _read(key: dict[str, Any]) -> list[list[float]] | None:
+def _read(key: dict[str, object]) -> list[list[float]] | None:
     """Return the curve that was kept, or None if none was, or one that cannot be."""
     try:
         points = [[float(cores), float(factor)] for cores, factor in kept.read("contention", key)["points"]]

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +156,7 @@ def gain_here(job: Job, model: Model, ranks: int, execution: Execution) -> float
     return 1.0
 
 
-def _key(job: Job, model: Model, modes: list[Execution], rows: int) -> dict[str, Any]:
+def _key(job: Job, model: Model, modes: list[Execution], rows: int) -> dict[str, object]:
     return {
         "format": _FORMAT,
         "device": computing().name,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +51,7 @@ Runs = list[tuple[float, float]]  # the forward and backward seconds of each run
 
 def cached_profile(
     model: Model,
-    key: dict[str, Any],
+    key: dict[str, object],
     batch_size: int,
     say: Callable[[str], None],
     execution: Execution = PLAIN,
@@ -90,14 +89,14 @@ def cached_profile(
     return profile
 
 
-def kept_profile(model: Model, key: dict[str, Any], batch_size: int, execution: Execution = PLAIN) -> Profile | None:
+def kept_profile(model: Model, key: dict[str, object], batch_size: int, execution: Execution = PLAIN) -> Profile | None:
     """Return the profile of a model on this device if it was measured before, as in `cached_profile`, or None."""
     return _profile(kept.read(_KIND, _full_key(model, key, batch_size, execution)[0]))
 
 
 def compare_with_run(
     model: Model,
-    key: dict[str, Any],
+    key: dict[str, object],
     batch_size: int,
     execution: Execution,
     passes: Sequence[tuple[int, int, int]],
@@ -125,8 +124,8 @@ def compare_with_run(
 
 
 def _full_key(
-    model: Model, key: dict[str, Any], batch_size: int, execution: Execution
-) -> tuple[dict[str, Any], tuple[int, ...]]:
+    model: Model, key: dict[str, object], batch_size: int, execution: Execution
+) -> tuple[dict[str, object], tuple[int, ...]]:
     """Return all that a profile depends on, and the sizes of micro-batches that it has."""
     sizes = tuple(size for size in _SIZES if size <= batch_size) or (max(2, batch_size),)
     return {
@@ -142,7 +141,7 @@ def _full_key(
     }, sizes
 
 
-def _profile(content: dict[str, Any]) -> Profile | None:
+def _profile(content: dict[str, object]) -> Profile | None:
     try:
         return Profile.from_json(content["profile"])
     except (ValueError, KeyError, TypeError):

@@ -110,7 +110,7 @@ def check_weights(digests: Sequence[str | None]) -> None:
 def describe_data(job: Job, group: Group) -> DataInfo:
     """Return the data as all ranks see it. Raises DataError on all of them."""
 
-    def described() -> dict[str, Any] | None:
+    def described() -> dict[str, object] | None:
         found = describe(job.data, channels_for(job))
         return found.to_json() if found is not None else None
 
@@ -327,7 +327,7 @@ def _write_down(job: Job, names: Sequence[str], problem: Problem, say: Callable[
         say(f"measured devices and links: {path}")
 
 
-def profile_key(job: Job) -> dict[str, Any]:
+def profile_key(job: Job) -> dict[str, object]:
     """Return what a profile depends on, besides the device and the shapes of the layers."""
     return {"model": job.model.identity()}
 

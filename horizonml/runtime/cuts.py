@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -107,7 +106,7 @@ def _samples(job: Job, model: Model, info: DataInfo) -> tuple[Values, str]:
         return model.chain.boundaries[0].example(rows), "random samples"
 
 
-def _key(job: Job, model: Model) -> dict[str, Any]:
+def _key(job: Job, model: Model) -> dict[str, object]:
     """Return what a comparison depends on: above all, the code of the model's modules, and the user's own."""
     code = hashlib.sha256()
     for kind in sorted({type(module) for module in model.recorded.modules()}, key=lambda one: one.__qualname__):

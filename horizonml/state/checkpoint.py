@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from horizonml.comm.expected import boolean, fields, mapping, text
 from horizonml.comm.group import Group
@@ -80,7 +79,7 @@ class Checkpoints:
         folder: Path,
         group: Group,
         keep: int,
-        compatible: dict[str, Any],
+        compatible: dict[str, object],
         names: list[str] | None = None,
         generation: int = 0,
         arrival: Arrival | None = None,
@@ -125,7 +124,7 @@ class Checkpoints:
         """Announce this group in the folder once more, since the earlier run's was moved away; all ranks call this."""
         self._begin()
 
-    def save(self, state: TrainState, plan: Plan, details: dict[str, Any]) -> list[str]:
+    def save(self, state: TrainState, plan: Plan, details: dict[str, object]) -> list[str]:
         """Write a checkpoint of the state, while training waits; all ranks call this after the same step.
 
         `details` go into the metadata. Return what went wrong, and on which rank; the list is empty if the checkpoint
@@ -139,7 +138,7 @@ class Checkpoints:
         self._note(Saved(state.step, problems, time.perf_counter() - started))
         return problems
 
-    def begin(self, state: TrainState, plan: Plan, details: dict[str, Any], *, must: bool = False) -> None:
+    def begin(self, state: TrainState, plan: Plan, details: dict[str, object], *, must: bool = False) -> None:
         """Copy the state, and write a checkpoint of it while training goes on; all ranks call this after the same step.
 
         If the previous checkpoint is still being written, there will be none of this step, unless there `must` be one:
@@ -290,7 +289,7 @@ def _places(group: Group, names: list[str] | None) -> list[str]:
     return found
 
 
-def compatible_with(job: Job, info: DataInfo, model: Model) -> dict[str, Any]:
+def compatible_with(job: Job, info: DataInfo, model: Model) -> dict[str, object]:
     """Return what a checkpoint must agree with so that going on from it makes sense."""
     return {
         "model": job.model.identity(),

@@ -239,7 +239,9 @@ class Snapshot:
     inner: dict[str, dict[str, Tensor]]  # the state of this rank's own optimizer by file, after local steps
 
 
-def take(state: TrainState, plan: Plan, group: Group, disks: Disks, details: dict[str, Any], *, copy: bool) -> Snapshot:
+def take(
+    state: TrainState, plan: Plan, group: Group, disks: Disks, details: dict[str, object], *, copy: bool
+) -> Snapshot:
     """Return a snapshot of the state; all ranks call this after the same step. Raises PeerLost.
 
     Unless `copy` is true, it consists of the state's own tensors, and is valid only until the next step.

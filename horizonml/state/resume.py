@@ -348,7 +348,7 @@ class Memory:
 
     held: Held | None = None  # None if there is none that has been trained
     scale: float | None = None  # the factor by which the last step's gradients were multiplied
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, object] = field(default_factory=dict)
     best: dict[str, Best] = field(default_factory=dict)
 
     @classmethod

@@ -61,7 +61,7 @@ class Saver:
     disks: Disks
     fence: Fence
     keep: int  # how many checkpoints
-    compatible: dict[str, Any]  # what a checkpoint must agree with to be resumed
+    compatible: dict[str, object]  # what a checkpoint must agree with to be resumed
     machines: Sequence[str]  # for each rank, the name of its machine for people
 
     def save(self, snapshot: Snapshot) -> list[str]:
@@ -127,7 +127,7 @@ class Saver:
         target = self.folder / folder_name(snapshot.step)
         return failed or self.disks.everywhere(lambda: self._commit(hidden, target), self.group)
 
-    def _write_shard(self, tensors: Mapping[str, Tensor], folder: Path, name: str) -> dict[str, Any]:
+    def _write_shard(self, tensors: Mapping[str, Tensor], folder: Path, name: str) -> dict[str, object]:
         """Write a shard and make it durable; return its metadata, or what went wrong as an `error`."""
         bad = not_finite(tensors)
         if bad is not None:
@@ -164,7 +164,7 @@ class Saver:
         return kept, [copy.path.name for copy in copies if copy.target == self.group.rank], failed
 
     def _prepare(
-        self, hidden: Path, metadata: dict[str, Any], shards: Mapping[str, Shard], received: list[str]
+        self, hidden: Path, metadata: dict[str, object], shards: Mapping[str, Shard], received: list[str]
     ) -> None:
         hidden.mkdir(parents=True, exist_ok=True)
         for name, shard in shards.items():

@@ -100,9 +100,9 @@ class Metadata(_Strict):
     complete: bool = False
     metrics: dict[str, int | float] = {}  # of the last evaluation
     best: dict[str, Best] = {}  # the best evaluation so far, for each purpose
-    tried: dict[str, Any] | None = None  # what a trial has found about lossy formats, a `Tried`
+    tried: dict[str, object] | None = None  # what a trial has found about lossy formats, a `Tried`
     job: dict[str, Any] = {}
-    compatible: dict[str, Any]
+    compatible: dict[str, object]
     plan: Cuts
     shards: dict[str, Shard]
     inner: dict[str, Shard] = {}  # see `inner_name`
@@ -193,7 +193,7 @@ def read_metadata(path: Path) -> Metadata:
         raise _damaged(path, error) from error
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, object]:
     """Return an object's fields; two of one name would be read in one way here, and in another way elsewhere."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -211,7 +211,7 @@ def check(metadata: Any, path: Path) -> Metadata:
         raise _damaged(path, error) from error
 
 
-def write_metadata(folder: Path, metadata: dict[str, Any]) -> None:
+def write_metadata(folder: Path, metadata: dict[str, object]) -> None:
     """Write the metadata of a checkpoint. Raises OSError."""
     write_atomically(folder / METADATA, (json.dumps(metadata, indent=2) + "\n").encode())
 
