@@ -1,7 +1,7 @@
 """Runs the code of the documentation, page by page: whoever follows a page literally gets what it says.
 
 The `python` blocks of a page share their names, and all blocks share a folder, which looks like the repository's. Of
-the commands only `horizonml train` is changed: it trains for 15 steps with two ranks.
+the commands only `horizonml train` is changed: it trains for 4 steps with two ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RUNNABLE = {
 }
 HORIZONML = f"""#!/bin/bash
 export PYTHONPATH={ROOT}
-[ "$1" = train ] && set -- "$@" --set steps=15 --workers 2
+[ "$1" = train ] && set -- "$@" --set steps=4 --workers 2
 exec {PYTHON} -m horizonml "$@"
 """
 

@@ -7,8 +7,6 @@ import re
 import resource
 import socket
 import ssl
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +29,7 @@ from horizonml.rendezvous.messages import (
 from horizonml.rendezvous.wire import encode, hello
 from horizonml.security.tls import client_context
 from horizonml.security.token import INSECURE, TOKEN, Token
-from tests.distributed.processes import environment, wait_for
+from tests.distributed.processes import begin, environment, wait_for
 
 LOCAL = "127.0.0.1"
 SETTINGS = RendezvousSettings("digits", "d1", 20.0)
@@ -44,13 +42,7 @@ class Target:
         self.token, self._log = token, folder / "service.log"
         secret = {TOKEN: token.text} if token is not None else {INSECURE: "1"}
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "horizonml", "rendezvous", "--port", "0"],
-                env=environment(**secret),
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+            self._process = begin(folder, "rendezvous", "--port", "0", env=environment(**secret), stderr=log)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         found = re.search(r":(\d+)$", line.strip())

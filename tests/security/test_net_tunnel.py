@@ -77,12 +77,12 @@ def test_a_stranger_at_the_port_of_links_does_no_harm(link: Link, name: str) -> 
     link.check()
 
 
-def test_2000_connections_leave_nothing_behind(link: Link) -> None:
+def test_hundreds_of_connections_leave_nothing_behind(link: Link) -> None:
     many_files()
     strangers = []
-    for number in range(2000):
+    for number in range(800):
         strangers.append(socket.create_connection((LOCAL, link.port), timeout=20))
-        if number % 500 == 499:
+        if number % 200 == 199:
             link.check()
             assert ask(link, Target(own_address(0), 1, False).to_bytes()) == [TunnelAnswer.NOBODY]
     for stranger in strangers:

@@ -6,9 +6,10 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -32,8 +33,8 @@ from horizonml.state.shards import check, describe
 from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
 from tests.checkpoints import checkpoint, checkpoint_of
+from tests.commands import command
 from tests.exported import TwoInputs
-from tests.unit.test_package import command
 from tests.unit.test_shards import GOOD
 
 DIGITS = {"name": "numbers", "epochs": "2", "data": "{name: digits}", "optimizer": "{name: adam, lr: 0.003}"}
@@ -54,15 +55,50 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).detach().abs().max())
 
 
-def test_weights_are_those_of_all_stages_bit_for_bit(tmp_path: Path) -> None:
-    path, model = checkpoint_of(tmp_path / "run", job())
+@dataclass
+class Made:
+    """What was exported of one checkpoint in every format, and what the command said of it."""
+
+    folder: Path
+    path: Path  # the checkpoint
+    model: nn.Module
+    said: dict[str, list[str]]  # by the name of the file
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("made")
+    path, model = checkpoint_of(folder / "run", job())
+    said = {}
+    for name in ("model.onnx", "model.pt2", "model.pt", "model.safetensors"):
+        done = command(folder, "export", "run", name, "--verify", "7")
+        assert (done.returncode, done.stderr) == (0, "")
+        said[name] = done.stdout.splitlines()
+    return Made(folder, path, model, said)
+
+
+def test_weights_are_those_of_all_stages_bit_for_bit(made: Made) -> None:
+    expected = made.model.state_dict()
     for name in ("model.pt", "model.safetensors"):
-        done = export(path, tmp_path / name)
-        assert done.check == f"{len(model.state_dict())} tensors read back, bit for bit those of the checkpoint"
-        read = load_file(tmp_path / name) if "safe" in name else torch.load(tmp_path / name, weights_only=True)
-        assert read.keys() == model.state_dict().keys()
-        assert all(torch.equal(read[key], value) for key, value in model.state_dict().items())
-    assert only(tmp_path, "model.pt", "model.pt.md", "model.safetensors", "model.safetensors.md")
+        read = load_file(made.folder / name) if "safe" in name else torch.load(made.folder / name, weights_only=True)
+        assert made.said[name][0] == (
+            f"verified: {len(expected)} tensors read back, bit for bit those of the checkpoint"
+        )
+        assert read.keys() == expected.keys()
+        assert all(torch.equal(read[key], value) for key, value in expected.items())
+
+
+def test_the_command_says_what_it_found_and_leaves_no_draft(made: Made) -> None:
+    assert only(made.folder, *(f"{name}{ending}" for name in made.said for ending in ("", ".md")))
+    for name, form in (("model.onnx", "ONNX"), ("model.pt2", "torch.export archive")):
+        verified, wrote, card = made.said[name]
+        assert re.fullmatch(
+            r"verified: 7 held-out samples of digits: largest difference \d\.\de[-+]\d\d in outputs of up to [\d.]+ "
+            r"\(tolerance \d\.\de-0[3-6]\)",
+            verified,
+        )
+        assert wrote == f"wrote {name}, {form} (step 30, held-out accuracy 98.75% after epoch 2)"
+        assert card == f"wrote {name}.md, its model card: fill in the licence"
 
 
 def test_all_or_nothing_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,23 +133,43 @@ def test_all_or_nothing_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert only(tmp_path, "out.pt")
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_a_model_is_never_in_memory_twice(tmp_path: Path, name: str) -> None:
+MEASURE = """
+import threading
+from pathlib import Path
+from horizonml.api.exports.export import export
+
+def held():  # without what is mapped from files
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def watch():
+    while not done.is_set():
+        seen.append(held())
+
+export(Path("small"), Path("small.pt"))  # everything is loaded
+for name in ("model.pt", "model.safetensors"):
+    before, seen, done = held(), [], threading.Event()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    export(Path("run"), Path(name))
+    done.set()
+    thread.join()
+    print(max(seen) - before)
+"""
+
+
+def test_a_model_is_never_in_memory_twice(tmp_path: Path) -> None:
     size = 192 << 20
     stages = [{f"model/{number}": torch.ones(size // 16)} for number in range(4)]  # 4 bytes each
     checkpoint(tmp_path / "run", *stages)
-    script = (
-        "import resource, sys\nfrom pathlib import Path\nfrom horizonml.api.exports.export import export\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "export(Path('run'), Path(sys.argv[1]))\n"
-        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)"
-    )
+    checkpoint(tmp_path / "small", {"model/0": torch.ones(1)})
     result = subprocess.run(
-        [sys.executable, "-c", script, name], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True,
+        [sys.executable, "-c", MEASURE], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True,
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     )  # fmt: skip
-    assert (tmp_path / name).stat().st_size >= size
-    assert int(result.stdout) < 1.5 * size
+    taken = [int(line) for line in result.stdout.splitlines()]
+    for name, most in zip(("model.pt", "model.safetensors"), taken, strict=True):
+        assert (tmp_path / name).stat().st_size >= size
+        assert most < 1.5 * size, name
 
 
 def code_of(card: Path) -> str:
@@ -122,44 +178,26 @@ def code_of(card: Path) -> str:
     return code
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "model.pt2", "model.pt", "model.safetensors"])
-def test_what_the_card_says_loads_the_model(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, model = checkpoint_of(tmp_path / "run", job())
-    done = export(path, tmp_path / name)
-    assert done.card == tmp_path / f"{name}.md"
-    assert only(tmp_path, name, f"{name}.md")
+def test_what_the_card_says_loads_the_model(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (9, 8), (200, 100, 0)).save("picture.png")
-    found = {"input": IMAGES}
-    exec(code_of(done.card), found)
-    outputs = torch.as_tensor(found["outputs"] if "outputs" in found else found["model"](IMAGES))  # type: ignore[operator]
-    inputs = torch.as_tensor(found["input"])
-    assert outputs.shape == (len(inputs), 10)
-    assert difference(outputs, model(inputs)) < 1e-4
+    for name in made.said:
+        shutil.copy(made.folder / name, name)
+        found = {"input": IMAGES}
+        exec(code_of(made.folder / f"{name}.md"), found)
+        outputs = torch.as_tensor(found["outputs"] if "outputs" in found else found["model"](IMAGES))  # type: ignore[operator]
+        inputs = torch.as_tensor(found["input"])
+        assert outputs.shape == (len(inputs), 10)
+        assert difference(outputs, made.model(inputs)) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "model.pt2"])
-def test_a_graph_is_verified_on_held_out_samples(tmp_path: Path, name: str) -> None:
-    path, _ = checkpoint_of(tmp_path / "run", job())
-    found = export(path, tmp_path / name, verify=7).check
-    assert re.fullmatch(
-        r"7 held-out samples of digits: largest difference \d\.\de[-+]\d\d in outputs of up to [\d.]+ "
-        r"\(tolerance \d\.\de-0[3-6]\)",
-        found,
-    )
-    assert export(path, tmp_path / name, verify=0, card=False).check == "not verified"
-
-
-def test_an_onnx_file_has_named_inputs_a_free_batch_and_the_weights(tmp_path: Path) -> None:
-    path, _ = checkpoint_of(tmp_path / "run", job())
-    export(path, tmp_path / "model.onnx")
-    graph = onnx.load(tmp_path / "model.onnx").graph
+def test_an_onnx_file_has_named_inputs_a_free_batch_and_the_weights(made: Made) -> None:
+    graph = onnx.load(made.folder / "model.onnx").graph
     (taken,), (returned,) = graph.input, graph.output
     assert (taken.name, returned.name) == ("input", "output")
     shape = [dim.dim_param or dim.dim_value for dim in taken.type.tensor_type.shape.dim]
     assert shape == ["batch", 1, 8, 8]
     assert len(graph.initializer) > 0
-    assert only(tmp_path, "model.onnx", "model.onnx.md")
 
 
 def trained_of(path: Path) -> tuple[Trained, ComparedSamples]:
@@ -167,59 +205,40 @@ def trained_of(path: Path) -> tuple[Trained, ComparedSamples]:
     return trained, find_samples(trained.job.data, trained.info, 6, path)
 
 
-def test_a_tampered_onnx_file_is_refused(tmp_path: Path) -> None:
-    trained, samples = trained_of(checkpoint_of(tmp_path / "run", job())[0])
-    file = tmp_path / "model.onnx"
-    graphs.write(ExportFormat.ONNX, trained, samples, file)
-    assert graphs.verify(ExportFormat.ONNX, trained, samples, file).difference < 1e-4
-    graph = onnx.load(file)
+def test_a_tampered_onnx_file_is_refused(made: Made, tmp_path: Path) -> None:
+    trained, samples = trained_of(made.path)
+    assert graphs.verify(ExportFormat.ONNX, trained, samples, made.folder / "model.onnx").difference < 1e-4
+    graph = onnx.load(made.folder / "model.onnx")
     weights = max(graph.graph.initializer, key=lambda one: len(one.raw_data))
     values = onnx.numpy_helper.to_array(weights) * 1.01
     weights.CopyFrom(onnx.numpy_helper.from_array(values.astype("float32"), weights.name))
-    onnx.save(graph, file)
+    onnx.save(graph, tmp_path / "model.onnx")
     with pytest.raises(
         ExportError, match=r"on 6 held-out samples of digits, the output differs from the model's, larg"
     ):
-        graphs.verify(ExportFormat.ONNX, trained, samples, file)
+        graphs.verify(ExportFormat.ONNX, trained, samples, tmp_path / "model.onnx")
 
 
-def test_an_archive_of_another_model_is_refused(tmp_path: Path) -> None:
-    trained, samples = trained_of(checkpoint_of(tmp_path / "run", job())[0])
-    other, _ = trained_of(checkpoint_of(tmp_path / "other", job(seed="1"))[0])
-    graphs.write(ExportFormat.TORCH_EXPORT, other, samples, tmp_path / "model.pt2")
-    assert graphs.verify(ExportFormat.TORCH_EXPORT, other, samples, tmp_path / "model.pt2").difference < 1e-4
+def test_an_archive_of_another_model_is_refused(made: Made, tmp_path: Path) -> None:
+    trained, samples = trained_of(checkpoint_of(tmp_path / "other", job(seed="1"))[0])
+    assert graphs.verify(ExportFormat.TORCH_EXPORT, trained_of(made.path)[0], samples, made.folder / "model.pt2")
     with pytest.raises(ExportError, match="the output differs from the model's"):
-        graphs.verify(ExportFormat.TORCH_EXPORT, trained, samples, tmp_path / "model.pt2")
+        graphs.verify(ExportFormat.TORCH_EXPORT, trained, samples, made.folder / "model.pt2")
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "model.pt2"])
-def test_a_file_that_fails_the_verification_is_not_kept(tmp_path: Path, name: str) -> None:
+def test_a_file_that_fails_the_verification_is_not_kept(tmp_path: Path) -> None:
     path, _ = checkpoint_of(tmp_path / "run", job(model="{name: 'tests.exported:restless'}"))
-    with pytest.raises(ExportError, match=rf"{name} is not written: on 16 held-out samples of digits, the output diff"):
-        export(path, tmp_path / name)
+    with pytest.raises(
+        ExportError, match=r"model.pt2 is not written: on 16 held-out samples of digits, the output diff"
+    ):
+        export(path, tmp_path / "model.pt2")
     assert only(tmp_path)
-    (tmp_path / name).write_text("what was there before")
-    with pytest.raises(ExportError, match="is not written"):
-        export(path, tmp_path / name)
-    assert only(tmp_path, name)
-    assert (tmp_path / name).read_text() == "what was there before"
-
-
-def test_the_command_says_what_it_found_and_fails_with_one_line(tmp_path: Path) -> None:
-    checkpoint_of(tmp_path / "run", job())
-    good = command(tmp_path, "export", "run", "out/model.onnx", "--verify", "4")
-    assert good.returncode == 0, good.stderr
-    first, second, third = good.stdout.splitlines()
-    assert first.startswith("verified: 4 held-out samples of digits: largest difference ")
-    assert second == "wrote out/model.onnx, ONNX (step 30, held-out accuracy 98.75% after epoch 2)"
-    assert third == "wrote out/model.onnx.md, its model card: fill in the licence"
-    assert good.stderr == ""
-    checkpoint_of(tmp_path / "bad", job(model="{name: 'tests.exported:restless'}"))
-    bad = command(tmp_path, "export", "bad", "bad.onnx")
-    assert bad.returncode == 1
-    assert bad.stdout == ""
-    assert re.fullmatch(r"error: bad\.onnx is not written: on 16 held-out .* \(tolerance .*\)\n", bad.stderr)
-    assert not (tmp_path / "bad.onnx").exists()
+    (tmp_path / "model.onnx").write_text("what was there before")
+    bad = command(tmp_path, "export", "run", "model.onnx")
+    assert (bad.returncode, bad.stdout) == (1, "")
+    assert re.fullmatch(r"error: model\.onnx is not written: on 16 held-out .* \(tolerance .*\)\n", bad.stderr)
+    assert only(tmp_path, "model.onnx")
+    assert (tmp_path / "model.onnx").read_text() == "what was there before"
 
 
 def test_a_forward_pass_that_fixes_the_batch_is_named(tmp_path: Path) -> None:
@@ -264,9 +283,9 @@ def test_several_inputs_and_outputs_keep_their_names(tmp_path: Path) -> None:
 def test_without_the_data_it_is_noise_and_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HORIZONML_CACHE", str(tmp_path / "empty"))
     path, _ = checkpoint_of(tmp_path / "run", job(data="{name: mnist, image_size: 8}"))
-    done = export(path, tmp_path / "model.onnx", verify=3)
+    done = export(path, tmp_path / "model.pt2", verify=3)
     assert re.match(r"3 samples of noise \(the held-out data cannot be read: .*\): largest difference ", done.check)
-    assert done.check in (tmp_path / "model.onnx.md").read_text()
+    assert done.check in (tmp_path / "model.pt2.md").read_text()
 
 
 def test_noise_of_words_is_words() -> None:
@@ -278,60 +297,46 @@ def test_noise_of_words_is_words() -> None:
     assert torch.equal(noise(info, 20, "because").inputs[0], words)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "words"),
-    [
+def test_outputs_that_differ_are_refused() -> None:
+    shapes = r"float32 of shape \[2, 1\], but the model returns float32 of shape \[1, 2\]"
+    cases: list[tuple[list[list[float]], list[list[float]], str]] = [
         ([[1.0, 2.0]], [[1.0, 2.1]], "differs from the model's, largest difference 1.0e-01 in outputs of up to 2 "),
         ([[1.0, 2.0]], [[1.0, float("nan")]], "infinite values or NaN in other places"),
         ([[1.0, float("inf")]], [[1.0, float("-inf")]], "infinite values or NaN in other places"),
-        ([[1.0, 2.0]], [[1.0], [2.0]], r"float32 of shape \[2, 1\], but the model returns float32 of shape \[1, 2\]"),
+        ([[1.0, 2.0]], [[1.0], [2.0]], shapes),
         ([[1]], [[1.0]], "the output is float32 of shape"),
-    ],
-)
-def test_outputs_that_differ_are_refused(ours: list[list[float]], theirs: list[list[float]], words: str) -> None:
-    with pytest.raises(ExportError, match=f"file is not written: on 1 sample, .*{words}"):
-        compare("file", "1 sample", [torch.tensor(ours)], [torch.tensor(theirs)])
+    ]
+    for ours, theirs, words in cases:
+        with pytest.raises(ExportError, match=f"file is not written: on 1 sample, .*{words}"):
+            compare("file", "1 sample", [torch.tensor(ours)], [torch.tensor(theirs)])
     same = torch.tensor([[1.0, float("nan"), float("inf")]])
     assert compare("file", "1 sample", [same], [same.clone()]).difference == 0
     with pytest.raises(ExportError, match="it returns 2 tensors instead of 1"):
         compare("file", "1 sample", [same], [same, same])
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ({"a": torch.tensor([1.0, 2.0])}, "it lacks b"),
-        ({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([float("nan")]), "c": torch.ones(1)}, "it also has c"),
-        ({"a": torch.tensor([1.0, 2.1]), "b": torch.tensor([float("nan")])}, "its a differs"),
-        ({"a": torch.tensor([1.0, 2.0]).double(), "b": torch.tensor([float("nan")])}, "its a differs"),
-        ({"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([float("nan")])}, "its a differs"),
-    ],
-)
-def test_weights_that_differ_are_refused(found: dict[str, torch.Tensor], words: str) -> None:
-    expected = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([float("nan")])}
-    assert check_weights("file", expected, expected).startswith("2 tensors read back")
-    with pytest.raises(ExportError, match=f"^file is not written: read back, {words}"):
-        check_weights("file", expected, found)
+def test_weights_that_differ_are_refused() -> None:
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([float("nan")])
+    assert check_weights("file", {"a": a, "b": b}, {"a": a, "b": b}).startswith("2 tensors read back")
+    for found, words in (
+        ({"a": a}, "it lacks b"),
+        ({"a": a, "b": b, "c": torch.ones(1)}, "it also has c"),
+        ({"a": torch.tensor([1.0, 2.1]), "b": b}, "its a differs"),
+        ({"a": a.double(), "b": b}, "its a differs"),
+        ({"a": a[None], "b": b}, "its a differs"),
+    ):
+        with pytest.raises(ExportError, match=f"^file is not written: read back, {words}"):
+            check_weights("file", {"a": a, "b": b}, found)
 
 
-def test_formats_go_by_the_ending(tmp_path: Path) -> None:
-    path, _ = checkpoint_of(tmp_path / "run", job())
-    assert load_file(tmp_path / str(export(path, tmp_path / "weights.bin", "safetensors").output.name))
+def test_formats_go_by_the_ending(made: Made, tmp_path: Path) -> None:
+    assert load_file(export(made.path, tmp_path / "weights.bin", "safetensors").output)
     with pytest.raises(JobError, match=r"weights\.bin: the ending names no format; use one of \.pt \(PyTorch state di"):
-        export(path, tmp_path / "weights.bin")
+        export(made.path, tmp_path / "weights.bin")
     with pytest.raises(JobError, match=r"--format: 'onxn' is not one of auto, .*; did you mean 'onnx'\?"):
-        export(path, tmp_path / "weights.bin", "onxn")
+        export(made.path, tmp_path / "weights.bin", "onxn")
     with pytest.raises(JobError, match=r"--verify: -1 is negative"):
-        export(path, tmp_path / "model.pt", verify=-1)
-
-
-@pytest.mark.parametrize("package", ["onnx", "onnxruntime", "onnxscript"])
-def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, package: str) -> None:
-    refused = command(tmp_path, "export", "run", "model.onnx", without=package)
-    assert refused.returncode == 1
-    assert refused.stderr == (
-        f"error: an export to ONNX needs {package}, which is not installed: pip install 'horizonml[onnx]'\n"
-    )
+        export(made.path, tmp_path / "model.pt", verify=-1)
 
 
 def test_a_model_that_has_changed_since_is_named(tmp_path: Path) -> None:
@@ -360,11 +365,10 @@ def test_a_checkpoint_of_before_describes_its_data_by_the_data(tmp_path: Path) -
     assert isinstance(export(path, tmp_path / "model.pt"), Exported)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.onnx"])
-def test_moving_averages_take_the_place_of_parameters_that_have_them(tmp_path: Path, name: str) -> None:
+def test_moving_averages_take_the_place_of_parameters_that_have_them(tmp_path: Path) -> None:
     path, model = checkpoint_of(tmp_path / "run", job())
     with pytest.raises(CheckpointError, match="has no averages of the parameters: train with"):
-        export(path, tmp_path / name, average=True)
+        export(path, tmp_path / "model.onnx", average=True)
     shard = path / "stage-0.safetensors"
     tensors = load_file(shard)
     average = torch.full_like(tensors["model/conv1a.weight"], 0.5)
@@ -372,32 +376,15 @@ def test_moving_averages_take_the_place_of_parameters_that_have_them(tmp_path: P
     metadata = json.loads((path / "checkpoint.json").read_text())
     metadata["shards"]["stage-0.safetensors"] = describe(shard, len(tensors) + 1).model_dump()
     (path / "checkpoint.json").write_text(json.dumps(metadata))
-    done = export(path, tmp_path / name, average=True)
-    assert done.card is not None
-    assert "in parameters and buffers, moving averages |" in done.card.read_text()
-    if name == "model.safetensors":
-        exported = load_file(tmp_path / name)
-        assert torch.equal(exported["conv1a.weight"], average)
-        assert torch.equal(exported["head.weight"], model.state_dict()["head.weight"])
-    else:
-        session = onnxruntime.InferenceSession(tmp_path / name)
-        outputs = torch.from_numpy(session.run(None, {"input": IMAGES.numpy()})[0])
-        model.get_parameter("conv1a.weight").data.copy_(average)
-        assert difference(outputs, model(IMAGES)) < 1e-4
-
-
-def test_what_a_checkpoint_does_not_have_is_named_and_never_exported(tmp_path: Path) -> None:
-    path, _ = checkpoint_of(tmp_path / "run", job())
-    metadata = json.loads((path / "checkpoint.json").read_text())
-    shard = path / "stage-1.safetensors"
-    tensors = load_file(shard)
-    del tensors["model/head.bias"]
-    save_file(tensors, shard)
-    metadata["shards"]["stage-1.safetensors"] = describe(shard, len(tensors)).model_dump()
-    (path / "checkpoint.json").write_text(json.dumps(metadata))
-    for target in ("model.pt", "model.safetensors", "model.onnx", "model.pt2"):
-        with pytest.raises(CheckpointError, match=r"has no values for head.bias, which digits_cnn computes with"):
-            export(path, tmp_path / target)
-    with pytest.raises(CheckpointError, match=r"has no values for head.bias"):
-        load_trained(path)
-    assert only(tmp_path)
+    for name in ("model.safetensors", "model.onnx"):
+        done = export(path, tmp_path / name, average=True, verify=0)
+        assert done.check == ("not verified" if "onnx" in name else done.check)
+        assert done.card is not None
+        assert "in parameters and buffers, moving averages |" in done.card.read_text()
+    exported = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(exported["conv1a.weight"], average)
+    assert torch.equal(exported["head.weight"], model.state_dict()["head.weight"])
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    outputs = torch.from_numpy(session.run(None, {"input": IMAGES.numpy()})[0])
+    model.get_parameter("conv1a.weight").data.copy_(average)
+    assert difference(outputs, model(IMAGES)) < 1e-4

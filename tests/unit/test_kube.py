@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from horizonml.kube.status import (
     room,
 )
 from horizonml.telemetry.metrics import Metrics
+from tests.commands import command
 from tests.unit import test_metrics
 from tests.unit.test_metrics import INFO, STEP, record
 
@@ -141,42 +139,30 @@ def test_other_reasons_say_what_to_do() -> None:
     assert condition(pod(**healed), "", [], []) == PodCondition(PodState.READY)
 
 
-@pytest.mark.parametrize(
-    ("again", "ended", "story"),
-    [
-        (
-            1,
-            {"exitCode": 137, "reason": "OOMKilled", "finishedAt": "2026-05-04T10:00:00Z"},
-            "worker-3: restarted once; the last time it ran out of memory at 2026-05-04T10:00:00Z (OOMKilled, exit "
-            "code 137; limit 1Gi)",
-        ),
-        (
-            2,
-            {"exitCode": 137, "reason": "Error"},
-            "worker-3: restarted 2 times; the last time it was killed (exit code 137) by SIGKILL; Kubernetes reports "
-            "no lack of memory",
-        ),
+def test_a_worker_that_runs_again_tells_why_it_ended() -> None:
+    oom = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": "2026-05-04T10:00:00Z"}
+    cases: list[tuple[int, dict[str, Any] | None, str]] = [
+        (1, oom, "worker-3: restarted once; the last time it ran out of memory at 2026-05-04T10:00:00Z (OOMKilled, "
+         "exit code 137; limit 1Gi)"),
+        (2, {"exitCode": 137, "reason": "Error"}, "worker-3: restarted 2 times; the last time it was killed (exit "
+         "code 137) by SIGKILL; Kubernetes reports no lack of memory"),
         (1, {"exitCode": 132, "reason": "Error"}, "it was killed (exit code 132) by SIGILL; its processor lacks an"),
         (1, {"exitCode": 0, "signal": 11}, "it was killed (exit code 0) by SIGSEGV"),
         (1, {"exitCode": 163}, "it was killed (exit code 163) by signal 35"),
         (1, {"exitCode": 3, "reason": "Error"}, "the last time it ended (exit code 3): rank 1 is lost"),
         (3, None, "worker-3: restarted 3 times; the last time Kubernetes does not know why it ended"),
-    ],
-)
-def test_a_worker_that_runs_again_tells_why_it_ended(again: int, ended: dict[str, Any] | None, story: str) -> None:
-    state = container(state={"running": {}}, lastState={"terminated": ended} if ended else {}, again=again)
-    found = condition(pod(**state), "rank 1 is lost", [], [])
-    assert found.phase == "Running"
-    assert story in str(found.problem)
+    ]  # fmt: skip
+    for again, ended, story in cases:
+        state = container(state={"running": {}}, lastState={"terminated": ended} if ended else {}, again=again)
+        found = condition(pod(**state), "rank 1 is lost", [], [])
+        assert found.phase == "Running"
+        assert story in str(found.problem)
 
 
-@pytest.mark.parametrize(
-    ("value", "resource", "text"),
-    [(1 << 30, "memory", "1Gi"), (640 << 20, "memory", "640Mi"), (1.5 * (1 << 30), "memory", "1.5Gi"),
-     (100, "memory", "100"), (0.25, "cpu", "0.2"), (4, "cpu", "4")],
-)  # fmt: skip
-def test_amounts_are_written_as_in_manifests(value: float, resource: str, text: str) -> None:
-    assert amount(value, resource) == text
+def test_amounts_are_written_as_in_manifests() -> None:
+    memory = {1 << 30: "1Gi", 640 << 20: "640Mi", 1.5 * (1 << 30): "1.5Gi", 100: "100"}
+    assert {value: amount(value, "memory") for value in memory} == memory
+    assert [amount(value, "cpu") for value in (0.25, 4)] == ["0.2", "4"]
 
 
 def shown(metrics: Metrics) -> dict[str, float]:
@@ -238,14 +224,6 @@ def test_workers_that_ran_out_of_memory_are_told_what_to_do_about_it_once() -> N
     assert third.startswith(f"worker-4: {story}no limit but the node's memory); use nodes with more memory, use more")
 
 
-def cluster(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "horizonml", "cluster", *arguments]
-    kept = {key: value for key, value in os.environ.items() if key != "KUBECONFIG"}
-    return subprocess.run(
-        command, env={**kept, **env}, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 def dead_server(tmp_path: Path) -> str:
     config = {
         "apiVersion": "v1", "kind": "Config", "current-context": "c",
@@ -257,26 +235,26 @@ def dead_server(tmp_path: Path) -> str:
     return str(tmp_path / "config")
 
 
-@pytest.mark.parametrize("command", [["status"], ["submit", "jobs/digits.yaml"], ["logs"], ["scale", "3"], ["delete"]])
-def test_no_cluster_is_one_clear_line(tmp_path: Path, command: list[str]) -> None:
-    missing = cluster(*command, KUBECONFIG=str(tmp_path / "none"), HOME=str(tmp_path))
-    dead = cluster(*command, KUBECONFIG=dead_server(tmp_path))
-    for result, words in (
-        (missing, "no Kubernetes cluster is configured"),
-        (dead, "https://127.0.0.1:1 does not answer"),
-    ):
-        assert result.returncode == 1
-        assert words in result.stderr
-        assert len(result.stderr.splitlines()) == 1, result.stderr
+def test_no_cluster_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for arguments in (["status"], ["submit", "jobs/digits.yaml"], ["logs"], ["scale", "3"], ["delete"]):
+        for config, words in (
+            (str(tmp_path / "none"), "no Kubernetes cluster is configured"),
+            (dead_server(tmp_path), "https://127.0.0.1:1 does not answer"),
+        ):
+            monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", config)
+            result = command(ROOT, "cluster", *arguments)
+            assert result.returncode == 1
+            assert words in result.stderr
+            assert len(result.stderr.splitlines()) == 1, result.stderr
 
 
 def test_mistakes_are_told_before_any_connection(tmp_path: Path) -> None:
-    config = dead_server(tmp_path)
     for arguments, words in (
         (["submit", "jobs/digits.yaml", "--set", "epoch=3"], "epoch"),
         (["submit", "jobs/digits.yaml", "--memory", "lots"], "--memory: 'lots' is not an amount"),
         (["submit", "no-such.yaml"], "no-such.yaml"),
     ):
-        result = cluster(*arguments, KUBECONFIG=config)
+        result = command(ROOT, "cluster", *arguments)
         assert result.returncode == 2, result.stderr
         assert words in result.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,6 @@ from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horizonml.errors import JobError
-from horizonml.machine import code
 from horizonml.report.records import lead_records
 from horizonml.telemetry.fields import Point, Record
 from horizonml.telemetry.log import read_lines
@@ -25,9 +25,9 @@ from horizonml.telemetry.recorder import Recorder
 from horizonml.telemetry.run_info import RunInfo
 from horizonml.telemetry.sinks import Feed, Feeds, Scalars, check_packages, scalars
 from horizonml.telemetry.spec import TelemetrySpec
+from tests.commands import command
 from tests.runs import append, write_run
 from tests.unit.test_metrics import INFO, STEP, record
-from tests.unit.test_package import command
 
 # MLflow uses what SQLAlchemy has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow", "ignore::DeprecationWarning:sqlalchemy")
@@ -43,6 +43,19 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a database of MLflow that has no runs: making one takes seconds."""
+    folder = tmp_path_factory.mktemp("empty")
+    MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db").search_experiments()
+    return folder
+
+
+@pytest.fixture
+def flow(tmp_path: Path, empty: Path) -> Path:
+    return shutil.copytree(empty, tmp_path / "flow")
 
 
 def expected(folder: Path) -> Found:
@@ -139,12 +152,12 @@ def record_run(folder: Path, feeds: Feeds | None, generation: int, start: int, s
     recorder.close("complete" if generation else "failed")
 
 
-def test_a_running_job_is_shown_while_it_trains_and_goes_on_after_a_loss(tmp_path: Path) -> None:
-    feeds = Feeds(TelemetrySpec(tensorboard=True, mlflow=str(tmp_path / "flow")), tmp_path)
+def test_a_running_job_is_shown_while_it_trains_and_goes_on_after_a_loss(tmp_path: Path, flow: Path) -> None:
+    feeds = Feeds(TelemetrySpec(tensorboard=True, mlflow=str(flow)), tmp_path)
     record_run(tmp_path, feeds, 0, 0, 8)
     record_run(tmp_path, feeds, 1, 5, 12)  # three steps were lost
     feeds.close()
-    found, logged = in_tensorboard(tmp_path / "tensorboard"), in_mlflow(tmp_path / "flow")
+    found, logged = in_tensorboard(tmp_path / "tensorboard"), in_mlflow(flow)
     assert [step for step, _ in found["train/loss"]] == list(range(1, 13))
     walls = [value for _, value in found["time/step_seconds"]]
     assert walls == pytest.approx([0.2] * 5 + [1.2] * 7)
@@ -161,17 +174,17 @@ def test_a_running_job_is_shown_while_it_trains_and_goes_on_after_a_loss(tmp_pat
     assert in_tensorboard(tmp_path / "board" / tmp_path.name) == found
 
 
-def test_a_run_that_goes_on_in_another_process_goes_on_in_mlflow(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_in_another_process_goes_on_in_mlflow(tmp_path: Path, flow: Path) -> None:
     statuses = []
     for generation in range(2):
-        feeds = Feeds(TelemetrySpec(mlflow=str(tmp_path / "flow")), tmp_path / "run")
+        feeds = Feeds(TelemetrySpec(mlflow=str(flow)), tmp_path / "run")
         record_run(tmp_path / "run", feeds, generation, 4 * generation, 4 * generation + 4)
         feeds.close()
-        client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/flow/mlflow.db")
+        client = MlflowClient(tracking_uri=f"sqlite:///{flow}/mlflow.db")
         (found,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
         statuses.append(found.info.status)
     assert statuses == ["FAILED", "FINISHED"]
-    check(in_mlflow(tmp_path / "flow"), expected(tmp_path / "run"))
+    check(in_mlflow(flow), expected(tmp_path / "run"))
     assert "flow" not in (tmp_path / "run" / "mlflow.json").read_text()
 
 
@@ -298,26 +311,6 @@ def test_a_sink_that_fails_is_named_once_and_the_records_are_complete(
     assert any("TensorBoard failed: " in message and "File exists" in message for message in caplog.messages)
     assert any("MLflow failed: " in message for message in caplog.messages)
     assert sum(line["kind"] == "step" for line in read_lines(tmp_path / "rank-0.jsonl")) == 6
-
-
-@pytest.mark.parametrize(
-    ("package", "option", "extra"),
-    [
-        ("tensorboard", "--tensorboard", "tensorboard"),
-        ("mlflow", "--mlflow", "mlflow"),
-        ("alembic", "--mlflow", "mlflow"),
-    ],
-)
-def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, package: str, option: str, extra: str) -> None:
-    write_run(tmp_path / "run")
-    refused = command(tmp_path, "report", "run", option, "there", without=package)
-    assert refused.returncode == 1
-    assert f"needs {package}, which is not installed: pip install 'horizonml[{extra}]'" in refused.stderr
-    setting = "telemetry.tensorboard=true" if extra == "tensorboard" else "telemetry.mlflow=there"
-    train = command(tmp_path, "train", "digits", "--set", setting, without=package)
-    assert train.returncode == 1
-    assert f"error: telemetry.{extra} needs {package}, which" in train.stderr
-    assert code.EXTRAS[package] == extra
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
