@@ -85,7 +85,7 @@ class Devices:
 
     def records(self, device: int, rank: int, kind: str) -> list[dict[str, Any]]:
         file = self.lab.homes[device] / "runs" / "digits" / f"rank-{rank}.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
+        *lines, _ = (file.read_text() if file.exists() else "").split("\n")  # the last one may not be whole yet
         return [record for line in lines if (record := json.loads(line))["kind"] == kind]
 
 
