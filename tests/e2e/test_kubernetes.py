@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -137,11 +138,17 @@ def test_the_cluster_commands_from_submit_to_delete(cluster: Cluster) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    time.sleep(12)
+    assert follow.stdout is not None
+    too_late = threading.Timer(120, follow.kill)
+    too_late.start()
+    lines: list[str] = []
+    while "".join(lines).count("rank 0 | epoch") < 3:
+        lines.append(follow.stdout.readline())
+        assert lines[-1], lines
+    too_late.cancel()
     follow.send_signal(signal.SIGINT)
     followed, _ = follow.communicate(timeout=60)
     assert follow.returncode == 0, followed
-    assert followed.count("rank 0 | epoch") > 2, followed
 
     # Fewer workers go on where three were.
     before = status()["ranks"][0]["step"]
