@@ -114,8 +114,9 @@ class Carrier:
 
     @property
     def busy(self) -> bool:
-        """Return whether connections are carried, or a rank's own is about to be."""
-        return bool(self._pipes) or any(opening.state == "connecting" for opening in self._openings.values())
+        """Return whether connections are carried, or are about to be: a rank's own, or another machine's that arrives."""
+        connecting = any(opening.state == "connecting" for opening in self._openings.values())
+        return connecting or bool(self._pipes) or bool(self._arriving)
 
     def end(self) -> None:
         """Accept no more, because the rank has ended; what belongs to other ranks of this machine goes on."""
