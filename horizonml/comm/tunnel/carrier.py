@@ -114,7 +114,7 @@ class Carrier:
 
     @property
     def busy(self) -> bool:
-        """Return whether connections are carried, or are about to be: a rank's own, or another machine's that arrives."""
+        """Return whether connections are carried, or about to be: a rank's own, or one that arrives."""
         connecting = any(opening.state == "connecting" for opening in self._openings.values())
         return connecting or bool(self._pipes) or bool(self._arriving)
 
