@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from horizonml.machine.condition import Condition
 from horizonml.machine.sensors import ProcessorClock
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.choose import fastest_plan, with_objective
-from horizonml.planner.evaluator import Evaluator, judge
+from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.problem import Constraints, Objective, Problem, Watts
 from horizonml.planner.profile import LOCAL_NETWORK, Host, Network
 from horizonml.planner.reasons import inexact_parts
@@ -25,16 +26,24 @@ from tests.unit.test_precision import problem_on
 
 RANKS = 3
 STEPS = 100_000  # that are left to do
+LATE_STEPS = 250  # of a run that has a deadline
 COOL, HOT = ProcessorClock(2e9, 2e9, 50.0, 85.0), ProcessorClock(1e9, 2e9, 90.0, 85.0)
 
 # Until when each part of a run lasts, in seconds, how many times as long each rank computes, and whether rank 1 is hot.
 Part = tuple[float, tuple[float, float, float], bool]
 
 
+@functools.cache
 def problem() -> Problem:
     hosts = [Host((rank,), 1.0, 1e12) for rank in range(RANKS)]
     layers = profile(*[1e-3] * 12, parameters=1000)
-    return Problem([layers] * RANKS, hosts, LOCAL_NETWORK, 96, 0, constraints=Constraints(micro_batches=(1, 2, 4, 8)))
+    return Problem([layers] * RANKS, hosts, LOCAL_NETWORK, 96, 0, constraints=Constraints(micro_batches=(1, 4)))
+
+
+@functools.cache
+def first_plan() -> Candidate:
+    """The plan with which runs begin; each process looks for it once."""
+    return search(problem())
 
 
 def on_paper(*arguments: Any, **more: Any) -> StragglerDetector:
@@ -50,7 +59,7 @@ def run(
     """Train on paper: steps of `wall` seconds, in which ranks compute as the plan says, or longer."""
     group = Group(store, rank, world_size, 30.0)
     known = problem()
-    found = search(known)
+    found = first_plan()
     now, hot = [0.0], [False]
     # Rank 1 has a device with sensors; nothing else uses the processors.
     sensors = Condition(lambda: HOT if hot[0] and rank == 1 else COOL, lambda _: (now[0], 0.0, 0.0), lambda: now[0])
@@ -79,7 +88,7 @@ def run(
 def run_late(rank: int, world_size: int, store: Store, wall: float, deadline: float) -> dict[str, Any]:
     """Train on paper for the least energy with which the run ends in time, in steps `wall` times as long as planned."""
     group = Group(store, rank, world_size, 30.0)
-    steps, now = 1000, [0.0]
+    steps, now = LATE_STEPS, [0.0]
     known = replace(
         problem(),
         watts=[Watts(0.01, 5.0 + rank) for rank in range(RANKS)],
@@ -135,15 +144,15 @@ EVEN, SLOW = (1.0, 1.0, 1.0), (1.0, 3.0, 1.0)
 
 
 def test_ranks_compare_by_time_and_short_steps_often_enough_for_a_median(pool: Pool) -> None:
-    for wall, most in ((0.1, 1.5), (5.0, 20.0), (30.0, 60.0)):
-        looks = on_all(pool, wall, [(300.0, EVEN, False)])["looks"]
+    for wall, most, end in ((0.1, 1.5, 20.0), (5.0, 20.0, 100.0), (30.0, 60.0, 200.0)):
+        looks = on_all(pool, wall, [(end, EVEN, False)])["looks"]
         gaps = [after - before for before, after in itertools.pairwise(looks)]
         assert max(gaps) <= most, wall
         assert min(gaps) >= min(1.0, wall), wall
 
 
 def test_there_is_another_plan_within_a_minute_and_the_first_one_again_afterwards(pool: Pool) -> None:
-    for wall in (0.1, 2.0, 10.0):
+    for wall in (0.5, 10.0):
         found = on_all(pool, wall, [(100.0, EVEN, False), (200.0, SLOW, False), (320.0, EVEN, False)])
         (slow_at, slow), (free_at, free) = found["plans"]
         assert 100 < slow_at <= 160, wall
@@ -156,40 +165,40 @@ def test_there_is_another_plan_within_a_minute_and_the_first_one_again_afterward
 
 
 def test_a_device_that_says_that_it_is_too_hot_is_believed_at_once(pool: Pool) -> None:
-    parts = [(60.0, EVEN, False), (120.0, (1.0, 2.0, 1.0), True), (200.0, EVEN, False)]
+    parts = [(30.0, EVEN, False), (80.0, (1.0, 2.0, 1.0), True), (110.0, EVEN, False)]
     found = on_all(pool, 0.5, parts)
     (hot_at, _), (cool_at, cool) = found["plans"]
-    assert 60 < hot_at <= 72
-    assert 120 < cool_at <= 140
+    assert 30 < hot_at <= 42
+    assert 80 < cool_at <= 100
     assert cool == found["first"]
     reasons = [reasons[1] for _, _, reasons in found["told"]]
     assert "its processor is too hot: 90 °C, its clock is held at 1.0 of 2.0 GHz" in reasons
 
 
 def test_a_moment_and_a_small_difference_change_nothing(pool: Pool) -> None:
-    moments = [part for start in range(20, 100, 20) for part in ((start, EVEN, False), (start + 2, SLOW, False))]
+    moments = [part for start in (10, 18, 26) for part in ((start, EVEN, False), (start + 2, SLOW, False))]
     assert on_all(pool, 0.1, moments)["plans"] == []
-    assert on_all(pool, 0.1, [(60.0, (1.0, 1.3, 1.0), False)])["plans"] == []
+    assert on_all(pool, 0.5, [(60.0, (1.0, 1.3, 1.0), False)])["plans"] == []
 
 
 def test_plans_do_not_flap(pool: Pool) -> None:
     parts = [(float(end), SLOW if end % 20 else EVEN, False) for end in range(10, 300, 10)]
-    found = on_all(pool, 0.1, parts)["plans"]
+    found = on_all(pool, 0.5, parts)["plans"]
     assert 1 <= len(found) <= 7, "each one lets the next one wait for longer"
 
 
 def test_a_move_must_save_more_than_it_costs(pool: Pool) -> None:
-    parts = [(20.0, EVEN, False), (80.0, SLOW, False)]
-    assert len(on_all(pool, 0.1, parts)["plans"]) == 1
-    assert on_all(pool, 0.1, parts, True, 1)["plans"] == [], "with one step left"
-    assert on_all(pool, 0.1, parts, False)["plans"] == [], "where nobody wants new plans"
+    parts = [(20.0, EVEN, False), (60.0, SLOW, False)]
+    assert len(on_all(pool, 0.5, parts)["plans"]) == 1
+    assert on_all(pool, 0.5, parts, True, 1)["plans"] == [], "with one step left"
+    assert on_all(pool, 0.5, parts, False)["plans"] == [], "where nobody wants new plans"
 
 
 def run_with_searches(rank: int, world_size: int, store: Store, steps: int, seconds: float) -> list[float]:
     """Train on paper while rank 1's speed changes all the time; searches take so many seconds, and are in vain."""
     group = Group(store, rank, world_size, 30.0)
     known, now, hot, searches = problem(), [0.0], [False], []
-    found = search(known)
+    found = first_plan()
     sensors = Condition(lambda: HOT if hot[0] and rank == 1 else COOL, lambda _: (now[0], 0.0, 0.0), lambda: now[0])
     detector = on_paper(
         group, found.plan, Forecast.of(found), known if rank == 0 else None, 1.5, True, sensors, lambda: now[0]
@@ -221,7 +230,7 @@ def test_searches_that_take_long_are_seldom_unless_a_device_has_news(pool: Pool)
     early = [at for at in others if at < 500]
     assert all(at >= first + 280 for at in early), searches
     assert any(500 < at < 520 for at in others), "the device that became too hot"
-    nearly_over = round(20 / Forecast.of(search(problem())).seconds)
+    nearly_over = round(20 / Forecast.of(first_plan()).seconds)
     after_one = pool.run(RANKS, run_with_searches, nearly_over, 30.0)[0]
     assert len(after_one) == 1, "a search takes longer than what is left"
 
@@ -261,14 +270,14 @@ def test_a_run_that_would_miss_its_deadline_has_a_faster_plan(pool: Pool) -> Non
         sum(pair) for pair in ((layer.forward[-1], layer.backward[-1]) for layer in problem().profiles[0].layers)
     )
     seconds = alone * 96 / problem().profiles[0].sizes[-1]  # of a step on one device
-    in_time, late = (pool.run(RANKS, run_late, wall, 1.3 * 1000 * seconds) for wall in (1.0, 1.6))
+    in_time, late = (pool.run(RANKS, run_late, wall, 1.3 * LATE_STEPS * seconds) for wall in (1.0, 1.6))
     assert all(one == found[0] for found in (in_time, late) for one in found), "the ranks decide alike"
     assert len(in_time[0]["plans"]) == 1
     assert in_time[0]["plans"][0][1], "one device is enough, and needs least energy"
     (slow, left_out), *_, (fast, fewer) = late[0]["plans"]
     assert fast < 0.9 * slow
     assert len(fewer) < len(left_out)
-    assert late[0]["took"] < 1.3 * 1000 * seconds
+    assert late[0]["took"] < 1.3 * LATE_STEPS * seconds
 
 
 def test_a_rank_that_works_alone_is_compared_with_itself(pool: Pool) -> None:
