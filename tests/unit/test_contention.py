@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -88,10 +87,6 @@ def test_a_plan_says_what_sharing_a_machine_costs() -> None:
     ]
     bare = Problem(problem.profiles, one_host(4, 4.0), LOCAL_NETWORK, 64, 0)
     assert not [one for one in explain(Evaluator(bare), found, names) if one.about == "machine"]
-
-
-def test_a_curve_is_written_down_as_json_can_hold_it() -> None:
-    assert tuple(map(tuple, json.loads(json.dumps(CURVE)))) == CURVE
 
 
 def test_auto_leaves_out_ranks_that_only_share_a_core_down_to_one_and_says_so() -> None:

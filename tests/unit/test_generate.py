@@ -51,8 +51,8 @@ def test_what_is_drawn_depends_on_the_seed_and_has_the_models_probabilities(tmp_
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if float((logits / middle).softmax(0).max()) > 0.5 else (low, middle)
-    drawn = [horizonml.generate(path, "the mat", tokens=1, temperature=low, seed=seed) for seed in range(100)]
-    assert 30 < drawn.count(best) < 70
+    drawn = [horizonml.generate(path, "the mat", tokens=1, temperature=low, seed=seed) for seed in range(60)]
+    assert 15 < drawn.count(best) < 45
 
 
 def test_another_text_is_measured_with_the_numbers_of_the_training(tmp_path: Path) -> None:
@@ -81,20 +81,17 @@ def test_unknown_characters_are_named_with_their_line() -> None:
         Characters.of("ab\n").encode("ab\na\nébx")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "problem"),
-    [
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    path, _ = checkpoint_of(tmp_path / "run", job(tmp_path / "text.txt"))
+    for prompt, options, problem in (
         ("", {}, "prompt: there is nothing to go on from"),
         ("a€", {}, "prompt: the text has characters that the model was not trained on: '€'"),
         ("a", {"tokens": 0}, "tokens: 0 is too small"),
         ("a", {"temperature": -1.0}, r"temperature: -1.0 is no temperature"),
         ("a", {"temperature": float("nan")}, r"temperature: nan is no temperature"),
-    ],
-)
-def test_what_cannot_be_written_is_refused(tmp_path: Path, prompt: str, options: dict, problem: str) -> None:  # type: ignore[type-arg]
-    path, _ = checkpoint_of(tmp_path / "run", job(tmp_path / "text.txt"))
-    with pytest.raises(HorizonError, match=problem):
-        horizonml.generate(path, prompt, **options)
+    ):
+        with pytest.raises(HorizonError, match=problem):
+            horizonml.generate(path, prompt, **options)  # type: ignore[arg-type]
 
 
 def test_other_models_write_nothing(tmp_path: Path) -> None:

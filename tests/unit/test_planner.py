@@ -79,29 +79,12 @@ def test_a_pipeline_is_never_predicted_to_be_slower_than_an_equal_split() -> Non
     assert choose(job, problem).cost <= judge(problem, equal).cost
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("stages", "micros"), [(1, 4), (2, 8), (4, 4), (5, 20)])
-def test_equal_stages_take_the_bubble_formula(schedule: str, stages: int, micros: int) -> None:
+def test_equal_stages_take_the_bubble_formula() -> None:
     """M + P - 1 times the time of one micro-batch in one stage (Narayanan et al., 2021)."""
-    plan = pipeline(list(range(1, stages + 1)), micros, schedule)
-    found = predict(plan, profile(*[0.001] * stages), 10 * micros, one_host(stages, stages), FAST, 0)
-    assert found.seconds == pytest.approx((micros + stages - 1) * 10 * 0.003)
-
-
-def test_what_links_carry_is_part_of_a_prediction() -> None:
-    """Each micro-batch of 10 samples is 40 bytes: 4 ms at 10 kB/s, and 1 ms of latency."""
-    network = Network(0.001, 1e4)
-    found = predict(pipeline([1, 2], 3), profile(0.001, 0.001), 30, one_host(2, 2), network, 0)
-    assert sorted((sender, receiver) for sender, receiver, _, _ in found.messages) == [(0, 1)] * 3 + [(1, 0)] * 3
-    assert all(end - begin == pytest.approx(0.005) for _, _, begin, end in found.messages)
-    assert max(end for _, _, _, end in found.messages) < found.seconds
-
-
-def test_ranks_that_share_cores_take_the_work_divided_by_the_cores() -> None:
-    plan = pipeline([1, 2, 3, 4, 5], 40)
-    found = predict(plan, profile(*[0.001] * 5), 400, one_host(5, 2), FAST, 0)
-    work = 5 * 400 * 0.003
-    assert work / 2 <= found.seconds <= work / 2 * 1.1
+    for schedule, stages, micros in (("gpipe", 4, 4), ("1f1b", 1, 4), ("1f1b", 5, 20)):
+        plan = pipeline(list(range(1, stages + 1)), micros, schedule)
+        found = predict(plan, profile(*[0.001] * stages), 10 * micros, one_host(stages, stages), FAST, 0)
+        assert found.seconds == pytest.approx((micros + stages - 1) * 10 * 0.003)
 
 
 def test_links_and_their_latency_are_paid_for() -> None:
@@ -109,11 +92,6 @@ def test_links_and_their_latency_are_paid_for() -> None:
     fast = predict(plan, times, 10, one_host(2, 2), FAST, 0).seconds
     slow = predict(plan, times, 10, one_host(2, 2), Network(0.5, 40.0), 0).seconds
     assert slow == pytest.approx(fast + 2 * (0.5 + 10 * 4 / 40.0))
-
-
-def test_uneven_shares_wait_for_the_slowest_member() -> None:
-    plan = Plan((Stage(0, 1, (0, 1), (3.0, 1.0)),))
-    assert predict(plan, profile(0.001), 100, one_host(2, 2), FAST, 0).seconds == pytest.approx(75 * 0.003)
 
 
 def test_1f1b_needs_less_memory_than_gpipe() -> None:
@@ -126,22 +104,19 @@ def test_1f1b_needs_less_memory_than_gpipe() -> None:
     assert memory["1f1b"] == {0: 3 * 1000 + 2 * 10 * 8, 1: 3 * 1000 + 1 * 10 * 8}
 
 
-@pytest.mark.parametrize(
-    "times", [[1, 2, 3, 4, 5, 6], [9, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 9], [3, 1, 4, 1, 5, 9, 2, 6]]
-)
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-def test_cuts_are_as_good_as_the_best_of_all(times: list[int], stages: int) -> None:
-    profiles = [profile(*map(float, times))] * stages
-    constraints = Constraints(most_members=1, ordered=True)
-    problem = Problem(profiles, one_host(stages, stages), FAST, 1, 0, constraints=constraints)
-
-    def slowest(cuts: Sequence[int]) -> float:
-        return max(sum(times[a:b]) for a, b in itertools.pairwise([0, *cuts, len(times)]))
-
-    found = [cuts for cuts, _ in Programme(Evaluator(problem)).splits([[rank] for rank in range(stages)], 1)]
-    assert {len(cuts) for cuts in found} == {stages - 1}
-    every = itertools.combinations(range(1, len(times)), stages - 1)
-    assert min(map(slowest, found)) == min(map(slowest, every))
+def test_cuts_are_as_good_as_the_best_of_all() -> None:
+    for times, stages in (([9, 1, 1, 1, 1, 1], 2), ([1, 1, 1, 1, 1, 9], 3), ([3, 1, 4, 1, 5, 9, 2, 6], 5)):
+        profiles = [profile(*map(float, times))] * stages
+        constraints = Constraints(most_members=1, ordered=True)
+        problem = Problem(profiles, one_host(stages, stages), FAST, 1, 0, constraints=constraints)
+        found = [cuts for cuts, _ in Programme(Evaluator(problem)).splits([[rank] for rank in range(stages)], 1)]
+        assert {len(cuts) for cuts in found} == {stages - 1}
+        every = itertools.combinations(range(1, len(times)), stages - 1)
+        slowest, best = (
+            min(max(sum(times[a:b]) for a, b in itertools.pairwise([0, *cuts, len(times)])) for cuts in ways)
+            for ways in (found, every)
+        )
+        assert slowest == best
 
 
 def test_more_stages_than_layers_cannot_be() -> None:
@@ -167,7 +142,7 @@ def in_order(ranks: int, layers: int, shapes: Iterator[tuple[int, ...]], counts:
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "hybrid"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_strategy_is_a_constraint_and_its_best_plan_is_found(strategy: str, seed: int) -> None:
     draw, ranks, layers = random.Random(seed), 4, 6
     times = profile(*(draw.uniform(1e-4, 2e-3) for _ in range(layers)), fixed=1e-4, parameters=1 << 18)
@@ -196,18 +171,6 @@ def test_costly_small_micro_batches_lead_to_few_large_ones() -> None:
     cheap = chosen(job, [profile(*[0.001] * 8)] * 4, one_host(4, 4), FAST).plan
     costly = chosen(job, [profile(*[0.001] * 8, fixed=0.02)] * 4, one_host(4, 4), FAST).plan
     assert cheap.micro_batches > 2 * costly.micro_batches
-
-
-def test_a_plan_that_does_not_fit_into_memory_gives_way() -> None:
-    job = parse("parallel: {strategy: pipeline, workers: 2}\nbatch_size: 64", "job.yaml")
-    times = profile(*[0.001] * 4, fixed=0.05, saved=1000)
-    roomy = chosen(job, [times] * 2, one_host(2, 2), FAST)
-    needed = max(roomy.prediction.memory.values())
-    tight = chosen(job, [times] * 2, one_host(2, 2, memory=needed - 1), FAST)
-    assert tight.prediction.fits
-    assert tight.plan != roomy.plan
-    hopeless = chosen(job, [times] * 2, one_host(2, 2, memory=1.0), FAST)
-    assert not hopeless.prediction.fits
 
 
 def test_a_hybrid_gives_the_heavy_stage_more_members() -> None:
@@ -242,13 +205,13 @@ def test_times_between_measured_sizes_are_interpolated() -> None:
     assert Profile.from_json(found.to_json()) == found
 
 
-@pytest.mark.parametrize("players", [2, 3, 4, 5, 8])
-def test_a_tournament_lets_every_pair_meet_once_and_nobody_twice_in_a_round(players: int) -> None:
-    rounds = tournament(players)
-    met = [pair for pairs in rounds for pair in pairs]
-    assert sorted(met) == sorted(itertools.combinations(range(players), 2))
-    assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
-    assert len(rounds) == players - 1 + players % 2
+def test_a_tournament_lets_every_pair_meet_once_and_nobody_twice_in_a_round() -> None:
+    for players in (2, 5, 8):
+        rounds = tournament(players)
+        met = [pair for pairs in rounds for pair in pairs]
+        assert sorted(met) == sorted(itertools.combinations(range(players), 2))
+        assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
+        assert len(rounds) == players - 1 + players % 2
 
 
 def test_sums_overlap_with_the_backward_pass() -> None:
@@ -305,15 +268,6 @@ def test_a_quota_lets_short_work_pass_and_slows_down_long_work() -> None:
     pair = [Host((0,), 0.5, 1e12), Host((1,), 0.5, 1e12)]
     found = predict(pipeline([1, 2], 1), profile(0.001, 0.001), 5, pair, FAST, 0)
     assert found.seconds == pytest.approx(2 * 5 * 0.003)
-
-
-def test_containers_share_their_machine() -> None:
-    def seconds(machine_cores: float) -> float:
-        hosts = [Host((rank,), 1.0, 1e12, "here", machine_cores) for rank in range(4)]
-        plan = Plan((Stage(0, 1, (0, 1, 2, 3), (1.0,) * 4),))
-        return predict(plan, profile(0.001), 40, hosts, FAST, 0).seconds
-
-    assert [seconds(cores) for cores in (4.0, 2.0, 1.0)] == pytest.approx([0.03, 0.06, 0.12])
 
 
 def test_samples_that_are_loaded_ahead_need_memory_where_they_are_read() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from horizonml.errors import JobError
-from horizonml.machine import sensors
+from horizonml.machine import sensors, yielding
 from horizonml.machine.resources import own_seconds, share_of_others
 from horizonml.machine.sensors import hottest
 from horizonml.machine.unit import unit
@@ -32,19 +32,16 @@ from horizonml.machine.yielding import (
 from tests.programs import need
 
 
-def test_without_conditions_a_device_may_always_train() -> None:
-    assert Policy().may_train(DeviceReadings(), 0.0) is None
-    assert not Policy().has_conditions
-    assert all(policy.has_conditions for policy in (Policy(when_idle=True), Policy(on_mains=True)))
-    assert Policy(max_temperature=70.0).has_conditions
-
-
 def idle(seconds: float, load: float | None = 0.0) -> DeviceReadings:
     return DeviceReadings(idle_seconds=seconds, others_load=load)
 
 
 def test_it_trains_after_a_while_without_its_owner_and_stops_at_once() -> None:
+    assert not Policy().has_conditions
+    assert Policy().may_train(DeviceReadings(), 0.0) is None
     policy = Policy(when_idle=True)
+    assert policy.has_conditions
+    assert Policy(when_idle=True).may_train(DeviceReadings(), 0.0) is None, "nobody can use it"
     said = policy.may_train(idle(5.0), 0.0)
     assert said == "somebody used this device 5 s ago, and it waits until nobody has for 180 s"
     assert policy.may_train(idle(IDLE_SECONDS - 1), IDLE_SECONDS) is not None
@@ -53,10 +50,6 @@ def test_it_trains_after_a_while_without_its_owner_and_stops_at_once() -> None:
     assert policy.may_train(idle(0.0), 301.0) is not None
     assert policy.may_train(idle(ACTIVE_SECONDS + 1), 330.0) is not None, "after it stopped, it takes longer"
     assert policy.may_train(idle(IDLE_SECONDS), 600.0) is None
-
-
-def test_a_device_that_nobody_can_use_is_idle() -> None:
-    assert Policy(when_idle=True).may_train(DeviceReadings(), 0.0) is None
 
 
 def test_it_waits_until_other_programs_are_calm_and_a_short_burst_does_not_stop_it() -> None:
@@ -93,12 +86,10 @@ def test_heat_stops_it_until_it_has_cooled_down_for_a_while() -> None:
     assert at(float("nan"), 112.0) is not None
 
 
-@pytest.mark.parametrize("limit", [19.0, 121.0, float("nan"), float("inf")])
-def test_a_limit_of_the_temperature_that_makes_no_sense_is_refused(limit: float) -> None:
-    with pytest.raises(ValueError, match="20 to 120"):
-        Policy(max_temperature=limit)
-    with pytest.raises(JobError, match="--max-temperature"):
-        Courtesy(max_temperature=limit)
+def test_a_limit_of_the_temperature_that_makes_no_sense_is_refused() -> None:
+    for limit in (19.0, 121.0, float("nan")):
+        with pytest.raises(JobError, match=r"--max-temperature: .* 20 to 120"):
+            Courtesy(max_temperature=limit)
 
 
 def test_on_its_battery_it_does_not_train() -> None:
@@ -169,44 +160,45 @@ def test_a_desktop_is_used_unless_it_says_otherwise() -> None:
     assert desktops_idle(others, 1000.0) == []
 
 
-def test_the_load_of_other_programs_is_told_from_that_of_our_own() -> None:
+def test_the_load_of_other_programs_is_told_from_that_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yielding, "_REST_SECONDS", 0.2)
     assert share_of_others((10.0, 100.0, 5.0), (20.0, 120.0, 15.0), 4) == 0.25
     assert share_of_others((10.0, 100.0, 5.0), (20.0, 120.0, 35.0), 4) == 0.0
     assert share_of_others((10.0, 100.0, 5.0), (20.0, 190.0, 5.0), 4) == 1.0
     usage = DeviceUsage()
     assert usage.others_load() is None
-    deadline = time.monotonic() + 30
-    while (load := usage.others_load()) is None:
-        assert time.monotonic() < deadline, "the load of other programs is not measured within 30 s"
-        time.sleep(0.1)
+    time.sleep(0.3)
+    load = usage.others_load()
+    assert load is not None
     assert 0 <= load <= 1
 
 
+BURN = "import time\nwhile time.process_time() < 0.2: pass\nprint('done', flush=True)\ninput()"
+
+
 def test_the_processor_time_of_children_is_our_own_before_and_after_they_end() -> None:
-    burn = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ninput()"
-    before = own_seconds()
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", burn], stdin=pipe, stdout=pipe, text=True) as child:
+    before, pipe = own_seconds(), subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-S", "-c", BURN], stdin=pipe, stdout=pipe, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "done\n"
-        assert own_seconds() - before > 0.4, "the kernel counts in steps of 10 ms"
-        assert own_seconds([child.pid, os.getpid()]) == pytest.approx(own_seconds(), abs=0.2), "nothing counts twice"
+        assert own_seconds() - before > 0.15, "the kernel counts in steps of 10 ms"
+        assert own_seconds([child.pid, os.getpid()]) == pytest.approx(own_seconds(), abs=0.1), "nothing counts twice"
         child.communicate("\n", timeout=30)
-    assert 0.4 < own_seconds() - before < 10
+    assert 0.15 < own_seconds() - before < 10
 
 
 def test_other_ranks_on_this_machine_are_no_other_programs() -> None:
-    burn = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ntime.sleep(60)"
+    burn = BURN.replace("input()", "time.sleep(60)")
     orphan = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]).pid, flush=True)"
     for name, counts in (("horizonml.runtime.lobby.rank", True), ("another.program", False)):
-        command = [sys.executable, "-c", orphan, burn, name]
+        command = [sys.executable, "-S", "-c", orphan, burn, name]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
             assert parent.stdout is not None
             pid = int(parent.stdout.readline())
             try:
                 assert parent.stdout.readline() == "done\n"
                 assert parent.wait(30) == 0, "whoever has started the rank is gone"
-                assert (own_seconds([pid]) - own_seconds() > 0.4) is counts, name
+                assert (own_seconds([pid]) - own_seconds() > 0.15) is counts, name
             finally:
                 os.kill(pid, signal.SIGKILL)
 
@@ -248,11 +240,11 @@ def test_words_of_the_command_cannot_break_out_of_the_unit() -> None:
         unit(["--forever", "--insecure"])
 
 
-@pytest.mark.parametrize("options", [["--forever"], ["--forever", "--name", 'a "b" 50% $c', "--max-temperature", "75"]])
-def test_systemd_accepts_the_unit(tmp_path: Path, options: list[str]) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     need("systemd-analyze", "package systemd")
     file = tmp_path / "horizonml-join.service"
-    for user in (["/bin/sh"], [sys.executable, "-m", "horizonml"]):
-        file.write_text(unit(options, user))
+    options = ["--forever", "--name", 'a "b" 50% $c', "--max-temperature", "75"]
+    for program in (["/bin/sh"], [sys.executable, "-m", "horizonml"]):
+        file.write_text(unit(options, program))
         done = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout + done.stderr) == (0, "")

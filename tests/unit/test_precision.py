@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horizonml.comm import group
-from horizonml.errors import HorizonError, JobError
+from horizonml.errors import JobError
 from horizonml.job.jobfile import changed, parse
 from horizonml.plan import gradients
 from horizonml.plan.execution import Execution
@@ -21,13 +21,12 @@ from horizonml.planner.alternatives import alternatives
 from horizonml.planner.choose import best_plan, choose
 from horizonml.planner.cost import Ring, synced_bytes
 from horizonml.planner.devices import read_profile, write_profile
-from horizonml.planner.evaluator import Candidate, Evaluator, judge
+from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.explain import explain, layer_reasons
 from horizonml.planner.outer import gentlest, outer_cost, summed_bytes
 from horizonml.planner.problem import Objective, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.reasons import Told, asked_for, chosen_inexact, inexact_parts
-from horizonml.planner.record import DeviceFacts, Planning, read_planning, write_planning
 from horizonml.planner.search import data_parallel, plain_ddp
 from horizonml.planner.strategies import fixed_plan, problem_for
 from tests.traffic import traffic
@@ -56,11 +55,6 @@ def problem_on(network: Network, parallel: str = "", ranks: int = 4, own: Profil
     return replace(problem, constraints=replace(problem.constraints, micro_batches=(1, 4)))
 
 
-def plan_on(bandwidth: float, parallel: str = "", ranks: int = 4) -> Candidate:
-    """Return what is planned for links of so many bytes per second."""
-    return best_plan(problem_on(Network(1e-4, bandwidth), parallel, ranks))
-
-
 def replicas(local: Local | None, ranks: int = 2) -> Plan:
     return Plan(
         (Stage(0, 6, tuple(range(ranks)), (1.0,) * ranks, Sync.LOCAL if local else Sync.ALL_REDUCE),), local=local
@@ -68,7 +62,9 @@ def replicas(local: Local | None, ranks: int = 2) -> Plan:
 
 
 def test_what_is_chosen_follows_the_speed_of_the_links() -> None:
-    fast, medium, slow = (plan_on(rate) for rate in (1.25e10, 5e7, 2.5e4))
+    """Plans are exact without a word, and where links are fast."""
+    assert parse("parallel: {strategy: auto}", "job.yaml").parallel.is_exact
+    fast, medium, slow = (best_plan(problem_on(Network(1e-4, rate))) for rate in (1.25e10, 5e7, 2.5e4))
     assert inexact_parts(fast.plan) == []
     assert inexact_parts(medium.plan) != []
     assert medium.plan.local is None
@@ -92,12 +88,6 @@ def test_a_short_run_agrees_often_enough() -> None:
         assert (found.every if found is not None else None) == every
 
 
-def test_without_a_word_plans_are_exact() -> None:
-    for rate in (1e9, 1e6, 1e4):
-        assert inexact_parts(plan_on(rate, ", exact: true").plan) == []
-    assert parse("parallel: {strategy: auto}", "job.yaml").parallel.is_exact
-
-
 def test_a_run_that_is_too_short_for_a_trial_is_planned_without_what_needs_one() -> None:
     free = problem_on(Network(1e-4, 5e6))
     free = replace(free, constraints=replace(free.constraints, every=()))
@@ -116,15 +106,6 @@ def test_a_run_that_is_too_short_for_a_trial_is_planned_without_what_needs_one()
         assert ("is not used, as a run of 20 steps is too short to try it" in told) != due
     named = problem_on(Network(1e-4, 5e6), ", activations: int4, exact: false").constraints.without_trial("it is short")
     assert named.formats == ("int4",)  # as the job says
-
-
-def test_what_a_job_asks_for_is_used_though_it_is_not_exact() -> None:
-    problem = problem_on(Network(1e-4, 1e6), ", activations: int8, gradient_compression: fp16")
-    found = best_plan(problem)
-    assert inexact_parts(found.plan)
-    assert not chosen_inexact(problem, found.plan)
-    told = explain(Evaluator(problem), found, [f"rank {rank}" for rank in range(4)])
-    assert any(one.text.startswith("Not everything is exact, because the job asks for this: ") for one in told)
 
 
 def test_every_place_that_tells_whether_sums_are_exact_reads_the_same_table() -> None:
@@ -152,7 +133,7 @@ def test_local_steps_that_a_job_asks_for_are_taken_by_whole_replicas() -> None:
     assert not chosen_inexact(problem, found.plan)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.data())
 def test_plans_of_any_devices_and_links_are_exact_unless_the_job_allows_otherwise(data: st.DataObject) -> None:
     """And what the planner chooses for a job that allows it is a plan that can be, and saves time."""
@@ -281,7 +262,7 @@ def test_bytes_are_those_of_the_links_and_of_the_sums() -> None:
 
 def test_each_choice_has_a_sentence() -> None:
     names = ["laptop", "pi-0", "pi-1", "box"]
-    for rate in (1.25e10, 5e7, 2.5e4):
+    for rate in (5e7, 2.5e4):
         problem = problem_on(Network(1e-4, rate))
         found = best_plan(problem)
         told = explain(Evaluator(problem), found, names)
@@ -312,24 +293,16 @@ def test_how_layers_run_has_a_sentence() -> None:
     assert told[2].text == "All layers run as PyTorch runs them by default on pi."
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        ("strategy: ddp, workers: 2, sync: {every: 8}", ["local steps (every 8)"]),
-        ("strategy: ddp, workers: 2, gradient_compression: int4", ["sums of gradients by int4"]),
-        (
-            "stages: [{layers: [0, 2], ranks: [0], send: int4}, {layers: [3, 5], ranks: [1]}]",
-            ["int4 between stages 0 and 1"],
-        ),
-        ("strategy: ddp, workers: 2", []),
-    ],
-)
-def test_what_is_not_exact_because_the_job_asks_for_it_is_said(section: str, said: list[str]) -> None:
-    job = parse(f"{{batch_size: 64, parallel: {{{section}}}}}", "job.yaml")
-    asked = asked_for(inexact_parts(fixed_plan(job, 6, 2)))
-    assert [one.text for one in asked] == [
-        f"Not everything is exact, because the job asks for this: {one}." for one in said
-    ]
+def test_what_is_not_exact_because_the_job_asks_for_it_is_said() -> None:
+    stages = "stages: [{layers: [0, 2], ranks: [0], send: int4}, {layers: [3, 5], ranks: [1]}]"
+    for section, said in (
+        ("strategy: ddp, workers: 2, sync: {every: 8}", "local steps (every 8)"),
+        ("strategy: ddp, workers: 2, gradient_compression: int4", "sums of gradients by int4"),
+        (stages, "int4 between stages 0 and 1"),
+    ):
+        job = parse(f"{{batch_size: 64, parallel: {{{section}}}}}", "job.yaml")
+        (asked,) = asked_for(inexact_parts(fixed_plan(job, 6, 2)))
+        assert asked.text == f"Not everything is exact, because the job asks for this: {said}."
 
 
 def test_for_many_devices_other_plans_are_derived_from_the_exact_one() -> None:
@@ -358,46 +331,6 @@ def test_ddp_as_a_baseline_is_exact_whatever_the_job_asks_for() -> None:
     assert ddp.plan.stages[0].sync is Sync.ALL_REDUCE
 
 
-def test_reasons_are_written_down_and_read_with_suspicion(tmp_path: Path) -> None:
-    problem = problem_on(Network(1e-4, 2.5e4), own=profile())
-    found = best_plan(problem)
-    job = parse("{batch_size: 64, parallel: {strategy: auto, workers: 4, exact: false}}", "job.yaml")
-    told = tuple(one.text for one in explain(Evaluator(problem), found, ["a", "b", "c", "d"]))
-    planning = Planning(
-        job=job,
-        layers=tuple(f"layer{n}" for n in range(6)),
-        devices=tuple(DeviceFacts(name) for name in "abcd"),
-        hosts=tuple(problem.hosts),
-        plan=found.plan,
-        step=0,
-        time=1.0,
-        started_as=(0, 1, 2, 3),
-        problem=problem,
-        seconds=found.prediction.seconds,
-        measured=True,
-        reasons=told,
-    )
-    write_planning(tmp_path, planning)
-    back = read_planning(tmp_path)
-    assert back is not None
-    assert back.reasons == told
-    assert back.plan.local is not None
-    path = tmp_path / "planning.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "reasons": ["a\u001b[2Jb"]}))
-    back = read_planning(tmp_path)
-    assert back is not None
-    assert "\x1b" not in back.reasons[0]
-    path.write_text(json.dumps({**content, "reasons": [7]}))
-    with pytest.raises(HorizonError, match="is damaged"):
-        read_planning(tmp_path)
-    del content["reasons"]  # as older versions write it
-    path.write_text(json.dumps(content))
-    back = read_planning(tmp_path)
-    assert back is not None
-    assert back.reasons == ()
-
-
 def test_profiles_in_files_keep_what_formats_take(tmp_path: Path) -> None:
     made = profile()
     layers = tuple(replace(layer, coded={"int8": (1040, 1040), "int4": (544, 0)}) for layer in made.layers)
@@ -407,57 +340,38 @@ def test_profiles_in_files_keep_what_formats_take(tmp_path: Path) -> None:
     assert Profile.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
-def test_an_exact_plan_on_slow_links_says_what_fewer_bits_would_save() -> None:
-    problem = problem_on(Network(1e-4, 1e6), ", exact: true", own=profile(output=1 << 16))
-    found = best_plan(problem)
-    assert len(found.plan.stages) > 1
-    told = [one.text for one in explain(Evaluator(problem), found, ["a", "b", "c", "d"]) if one.about == "accuracy"]
-    assert len(told) == 1
-    assert told[0].startswith(
-        "All of this is exact: with 8 bits on all links (parallel.exact: false) a step would take"
-    )
-
-
-@pytest.mark.parametrize(
-    ("parallel", "inexact"),
-    [
+def test_only_strategy_auto_chooses() -> None:
+    named = "{strategy: auto, exact: false, activations: fp32, gradient_compression: fp16}"
+    for parallel, inexact in (
         ("{strategy: auto, exact: false}", True),
-        ("{strategy: auto}", False),
         ("{strategy: pipeline, exact: false}", False),
-        ("{strategy: auto, exact: false, activations: fp32, gradient_compression: fp16}", False),
-    ],
-)
-def test_only_strategy_auto_chooses(parallel: str, inexact: bool) -> None:
-    job = parse(f"{{batch_size: 64, parallel: {parallel}}}", "job.yaml", ["parallel.workers=2"])
-    hosts = [Host((rank,), 1.0, 1e12) for rank in range(2)]
-    constraints = problem_for(job, [profile()] * 2, hosts, Network(1e-3, 1e5), 1).constraints
-    assert constraints.is_exact != inexact
-    problem = problem_for(job, [profile()] * 2, hosts, Network(1e-3, 1e5), 1)
-    assert choose(job, problem).plan.world_size == 2
+        (named, False),
+    ):
+        job = parse(f"{{batch_size: 64, parallel: {parallel}}}", "job.yaml", ["parallel.workers=2"])
+        hosts = [Host((rank,), 1.0, 1e12) for rank in range(2)]
+        problem = problem_for(job, [profile()] * 2, hosts, Network(1e-3, 1e5), 1)
+        assert problem.constraints.is_exact != inexact
+        assert choose(job, problem).plan.world_size == 2
     with pytest.raises(JobError, match=r"parallel\.exact"):
         parse("parallel: {exact: perhaps}", "job.yaml")
 
 
-@pytest.mark.parametrize(
-    ("parallel", "field"),
-    [
+def test_a_job_that_is_to_be_exact_names_nothing_else() -> None:
+    for parallel, field in (
         ("{strategy: ddp, sync: {every: 8}}", "sync"),
         ("{strategy: ddp, gradient_compression: int4}", "gradient_compression"),
         ("{strategy: pipeline, activations: bf16}", "activations"),
         ("{stages: [{ranks: [0, 1]}, {ranks: [2, 3], sync: fp16}]}", "stages[1].sync"),
         ("{stages: [{ranks: [0], send: int8}, {ranks: [1]}]}", "stages[0].send"),
-    ],
-)
-def test_a_job_that_is_to_be_exact_names_nothing_else(parallel: str, field: str) -> None:
-    job = parse(f"parallel: {parallel}", "job.yaml")
-    assert changed(job, {"name": "again"}).parallel == job.parallel  # what was not named stays open
-    with pytest.raises(JobError) as error:
-        parse(f"parallel: {parallel}", "job.yaml", ["parallel.exact=true"])
-    assert f"exact: true, but parallel.{field} (" in str(error.value)
-    assert f"leave out one of parallel.exact and parallel.{field}" in str(error.value)
-
-
-def test_exact_parts_may_be_named_beside_exact() -> None:
-    stages = "[{ranks: [0, 1], sync: all-reduce, send: fp32}, {ranks: [2]}]"
-    for parallel in (f"{{stages: {stages}}}", "{strategy: pipeline, activations: fp32}", "{strategy: auto}"):
+    ):
+        job = parse(f"parallel: {parallel}", "job.yaml")
+        assert changed(job, {"name": "again"}).parallel == job.parallel  # what was not named stays open
+        with pytest.raises(JobError) as error:
+            parse(f"parallel: {parallel}", "job.yaml", ["parallel.exact=true"])
+        assert f"exact: true, but parallel.{field} (" in str(error.value)
+        assert f"leave out one of parallel.exact and parallel.{field}" in str(error.value)
+    for parallel in (
+        "{stages: [{ranks: [0, 1], sync: all-reduce, send: fp32}]}",
+        "{strategy: pipeline, activations: fp32}",
+    ):
         assert parse(f"parallel: {parallel}", "job.yaml", ["parallel.exact=true"]).parallel.is_exact

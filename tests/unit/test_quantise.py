@@ -32,7 +32,7 @@ def there_and_back(values: Tensor, rotate: bool = False, seed: int | None = None
     rotate=st.booleans(),
     seed=SEEDS,
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_errors_are_bounded_by_what_a_tile_holds(
     rows: int, n: int, exponent: float, outlier: float, unsigned: bool, rotate: bool, seed: int | None
 ) -> None:
@@ -54,11 +54,12 @@ def test_errors_are_bounded_by_what_a_tile_holds(
             assert float((found - whole).abs().max()) <= 1.01 * largest / 7 / step
 
 
-@pytest.mark.parametrize("rotate", [False, True])
-def test_normal_values_keep_nine_tenths(rotate: bool) -> None:
+def test_normal_values_keep_nine_tenths() -> None:
     values = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1))
-    assert len(encode(values, rotate)) * 8 == 4.25 * len(values)
-    assert float((there_and_back(values, rotate) - values).norm() / values.norm()) == pytest.approx(0.108, abs=0.003)
+    for rotate in (False, True):
+        assert len(encode(values, rotate)) * 8 == 4.25 * len(values)
+        error = (there_and_back(values, rotate) - values).norm() / values.norm()
+        assert float(error) == pytest.approx(0.108, abs=0.003)
 
 
 def test_a_rotation_protects_small_values_from_outliers() -> None:
@@ -76,7 +77,7 @@ def test_tiles_without_negative_values_are_not_rotated() -> None:
 
 
 @given(n=st.integers(1, 200), rotate=st.booleans(), seed=SEEDS)
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_zeros_stay_zeros(n: int, rotate: bool, seed: int | None) -> None:
     values = torch.zeros(3, n)
     values[1] = -1.0
@@ -93,7 +94,7 @@ def test_zeros_stay_zeros(n: int, rotate: bool, seed: int | None) -> None:
     unsigned=st.booleans(),
     seed=SEEDS,
 )
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_what_is_not_finite_stays_so_and_spoils_its_tile_only(
     n: int, where: int, value: float, rotate: bool, unsigned: bool, seed: int | None
 ) -> None:
@@ -113,7 +114,7 @@ def test_values_at_the_ends_of_the_range_do_not_become_others() -> None:
 
 
 @given(rows=st.integers(1, 5), n=st.integers(1, 200), rotate=st.booleans())
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_rows_are_encoded_each_on_its_own(rows: int, n: int, rotate: bool) -> None:
     values = torch.randn(rows, n, generator=torch.Generator().manual_seed(n)).t().contiguous().t()
     encoded = encode(values, rotate)
@@ -122,12 +123,11 @@ def test_rows_are_encoded_each_on_its_own(rows: int, n: int, rotate: bool) -> No
         assert torch.equal(decode(encoded[row : row + 1], n, rotate)[0], decode(encoded, n, rotate)[row])
 
 
-@pytest.mark.parametrize("rotate", [False, True])
-def test_stochastic_rounding_is_right_in_the_mean_and_repeatable(rotate: bool) -> None:
+def test_stochastic_rounding_is_right_in_the_mean_and_repeatable() -> None:
     values = torch.randn(200, generator=torch.Generator().manual_seed(1))  # whose tail is not a whole tile
-    assert torch.equal(encode(values, rotate, 5), encode(values, rotate, 5))
-    assert not torch.equal(encode(values, rotate, 5), encode(values, rotate, 6))
+    assert torch.equal(encode(values, True, 5), encode(values, True, 5))
+    assert not torch.equal(encode(values, True, 5), encode(values, True, 6))
     many = 2000
-    mean = sum((there_and_back(values, rotate, seed) for seed in range(many)), torch.zeros(200)) / many
+    mean = sum((there_and_back(values, True, seed) for seed in range(many)), torch.zeros(200)) / many
     assert float((mean - values).norm() / values.norm()) < 0.01
-    assert float((there_and_back(values, rotate) - values).norm() / values.norm()) > 0.05
+    assert float((there_and_back(values, True) - values).norm() / values.norm()) > 0.05

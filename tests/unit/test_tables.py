@@ -25,7 +25,7 @@ PLAN = (
 
 
 @pytest.mark.parametrize("table", [BENCH, PLAN], ids=["bench", "plan"])
-@pytest.mark.parametrize("width", [None, 200, 80, 60, 40])
+@pytest.mark.parametrize("width", [None, 80, 40])
 def test_no_line_is_too_long_and_no_number_or_word_is_broken(
     table: tuple[list[str], list[list[str]], tuple[int, ...]], width: int | None
 ) -> None:
@@ -55,11 +55,6 @@ def test_a_table_keeps_its_columns_as_long_as_they_fit() -> None:
         "-------  ---------",
         "a long     1.0 KiB",
         "name",
-    ]
-    assert layout(["name", "output/sample"], [["ddp", "1.0 KiB"]], width=22).splitlines() == [
-        "name  output/sample",
-        "----  -------------",
-        "ddp         1.0 KiB",
     ]
     assert layout(["name", "output/s"], [["ddp", "1.0 KiB"]], width=11) == "- name ddp,\n  output/s\n  1.0 KiB"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,7 @@ def ask(
 
 def test_a_planning_is_read_back_as_it_was_written(planning: Planning, tmp_path: Path) -> None:
     assert read_planning(tmp_path) is None
+    planning = replace(planning, reasons=("It is the fastest.",))
     write_planning(tmp_path, planning)
     found = read_planning(tmp_path)
     assert found is not None
@@ -114,6 +115,16 @@ def test_a_planning_is_read_back_as_it_was_written(planning: Planning, tmp_path:
     assert found.hosts == planning.hosts
     assert choose(found.job, found.problem) == choose(planning.job, planning.problem)  # type: ignore[arg-type]
     assert found.names == ["laptop", "pi-rank1", "pi-rank2", "jetson"]
+    content = planning.to_json()
+    (tmp_path / "planning.json").write_text(json.dumps({**content, "reasons": ["a\x1b[2Jb"]}))
+    found = read_planning(tmp_path)
+    assert found is not None
+    assert "\x1b" not in found.reasons[0]
+    del content["reasons"]  # as older versions write it
+    (tmp_path / "planning.json").write_text(json.dumps(content))
+    found = read_planning(tmp_path)
+    assert found is not None
+    assert found.reasons == ()
 
 
 def test_what_was_measured_and_earlier_plans_are_kept(planning: Planning, tmp_path: Path) -> None:
@@ -138,72 +149,48 @@ def test_what_was_measured_and_earlier_plans_are_kept(planning: Planning, tmp_pa
     assert [one.step for one in found.earlier] == list(range(1, 101))
 
 
-def damaged(path: Sequence[str | int], value: Any) -> Any:
-    """A change of one place in the file."""
+DAMAGED: list[tuple[Sequence[str | int], Any]] = [
+    (["format"], 2),
+    (["plan", "stages"], []),
+    (["plan", "stages", 0, "ranks"], ["a"]),
+    (["plan", "stages", 0, "shares"], [float("nan")]),
+    (["plan", "schedule"], "none"),
+    (["devices"], []),
+    (["devices", 0], {"more": "x"}),
+    (["hosts", 0, "ranks"], [0, 1]),
+    (["hosts", 0, "memory"], float("nan")),
+    (["job"], {"name": 7}),
+    (["layers"], ["one"]),
+    (["problem", "profile_of"], [0, 0, 0]),
+    (["problem", "profile_of", 0], -1),
+    (["problem", "network", "pairs", 0], [0, 9, 1.0, 1.0]),
+    (["problem", "network", "pairs", 0], [0, 1, 1.0, float("inf")]),
+    (["problem", "network", "access"], [1.0]),
+    (["problem", "optimizer_copies"], 1.5),
+    (["tried"], {**Tried(0, 8, {}, "fp16", "fp32").to_json(), "sums": "none"}),
+    (["reasons"], [7]),
+    (["started_as"], [0]),
+]
 
-    def change(content: Any) -> None:
+
+def test_a_damaged_planning_is_refused_in_words(planning: Planning, tmp_path: Path) -> None:
+    texts = ["", "[]", "[" * 100_000]
+    for path, value in DAMAGED:
+        content: Any = planning.to_json()
+        place = content
         for key in path[:-1]:
-            content = content[key]
-        content[path[-1]] = value
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        damaged(["format"], 2),
-        damaged(["plan", "stages"], []),
-        damaged(["plan", "stages", 0, "ranks"], [0, 1, 2, 3, 4]),
-        damaged(["plan", "stages", 0, "ranks"], ["a"]),
-        damaged(["plan", "stages", 0, "shares"], [float("nan")]),
-        damaged(["plan", "stages", 0, "stop"], 10**9),
-        damaged(["plan", "schedule"], "none"),
-        damaged(["plan", "micro_batches"], 10**9),
-        damaged(["devices"], []),
-        damaged(["devices", 0, "name"], 7),
-        damaged(["devices", 0], {"more": "x"}),
-        damaged(["hosts", 0, "ranks"], [0, 1]),
-        damaged(["hosts", 0, "cores"], 0),
-        damaged(["hosts", 0, "memory"], float("nan")),
-        damaged(["job"], {"name": 7}),
-        damaged(["layers"], ["one"]),
-        damaged(["problem", "profiles"], []),
-        damaged(["problem", "profile_of"], [0, 0, 0]),
-        damaged(["problem", "profile_of", 0], -1),
-        damaged(["problem", "profiles", 0, "layers", 0, "forward"], [-1.0, 1.0]),
-        damaged(["problem", "network", "pairs", 0], [0, 9, 1.0, 1.0]),
-        damaged(["problem", "network", "pairs", 0], [0, 1, 1.0, 0.0]),
-        damaged(["problem", "network", "pairs", 0], [0, 1, 1.0, float("inf")]),
-        damaged(["problem", "network", "access"], [1.0]),
-        damaged(["problem", "optimizer_copies"], 1.5),
-        damaged(["problem", "loading"], {"input_bytes": True}),
-        damaged(["seconds"], "1"),
-        damaged(["tried"], {"step": 0}),
-        damaged(["tried"], {**Tried(0, 8, {}, "fp16", "fp32").to_json(), "sums": "none"}),
-        damaged(["step"], -1),
-        damaged(["started_as"], [0]),
-        damaged(["earlier"], [1]),
-    ],
-)
-def test_a_damaged_planning_is_refused_in_words(planning: Planning, tmp_path: Path, change: Any) -> None:
-    content = planning.to_json()
-    change(content)
-    (tmp_path / "planning.json").write_text(json.dumps(content))
-    with pytest.raises(HorizonError, match=r"planning\.json is damaged, or was written by another version"):
-        read_planning(tmp_path)
+            place = place[key]
+        place[path[-1]] = value
+        texts.append(json.dumps(content))
+    for text in texts:
+        (tmp_path / "planning.json").write_text(text)
+        with pytest.raises(HorizonError, match=r"planning\.json is damaged, or was written by another version"):
+            read_planning(tmp_path)
     write_planning(tmp_path, planning)
     assert read_planning(tmp_path) is not None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "[" * 100_000, "\x00"])
-def test_a_file_that_is_no_planning_is_refused_in_words(tmp_path: Path, text: str) -> None:
-    (tmp_path / "planning.json").write_text(text)
-    with pytest.raises(HorizonError, match=r"planning\.json is damaged"):
-        read_planning(tmp_path)
-
-
-@pytest.mark.parametrize("strategy", ["auto", "ddp", "pipeline", "hybrid"])
+@pytest.mark.parametrize("strategy", ["auto", "hybrid"])
 def test_no_change_is_the_present_plan_and_forecast(strategy: str) -> None:
     planning = planned(strategy)
     answer = ask(planning)
@@ -212,7 +199,7 @@ def test_no_change_is_the_present_plan_and_forecast(strategy: str) -> None:
     assert answer.changes()[-1] == "The plan stays as it is."
 
 
-@pytest.mark.parametrize(("gone", "strategy"), [(0, "auto"), (3, "auto"), (1, "pipeline"), (2, "pipeline")])
+@pytest.mark.parametrize(("gone", "strategy"), [(0, "auto"), (1, "pipeline")])
 def test_without_a_device_the_plan_is_that_of_the_others_from_scratch(gone: int, strategy: str) -> None:
     job, planning = job_of(strategy), planned(strategy)
     answer = ask(planning, remove=[str(gone)])
@@ -231,25 +218,13 @@ def test_a_device_that_goes_and_comes_back_changes_nothing(planning: Planning) -
     assert answer.changed.problem.network.between(3, 2) == planning.problem.network.between(3, 2)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("link", "strategy"),
-    [
-        ("0-1", "ddp"),
-        ("2", "ddp"),
-        ("pi-rank1-pi-rank2", "ddp"),
-        ("laptop-jetson", "auto"),
-        ("laptop", "ddp"),
-        ("all", "auto"),
-    ],
-)
-def test_a_faster_link_never_takes_longer(link: str, strategy: str) -> None:
-    planning = planned(strategy)
-    rates = ("100kbit", "3Mbit", "100Mbit", "10Gbit")
-    times = [ask(planning, rates={link: rate}).found.prediction.seconds for rate in rates]
-    # The search tries the most promising plans, not all: it may miss the best by a little.
-    assert all(b <= a * 1.03 for a, b in itertools.pairwise(times)), times
-    if link in ("all", "laptop"):
-        assert times[0] > 1.1 * times[-1]
+def test_a_faster_link_never_takes_longer() -> None:
+    for link, strategy in (("pi-rank1-pi-rank2", "ddp"), ("laptop", "ddp"), ("all", "auto")):
+        rates = ("100kbit", "3Mbit", "100Mbit", "10Gbit")
+        times = [ask(planned(strategy), rates={link: rate}).found.prediction.seconds for rate in rates]
+        # The search tries the most promising plans, not all: it may miss the best by a little.
+        assert all(b <= a * 1.03 for a, b in itertools.pairwise(times)), times
+        assert link not in ("all", "laptop") or times[0] > 1.1 * times[-1]
 
 
 def test_with_slower_links_there_is_a_better_plan_than_the_present_one(planning: Planning) -> None:
@@ -277,24 +252,22 @@ def test_the_present_plan_is_kept_only_if_it_is_better_for_the_objective(plannin
 
 
 def test_formats_that_a_trial_has_ruled_out_stay_ruled_out(tmp_path: Path) -> None:
-    def used(compression: str, rate: str, tried: Tried | None) -> set[str]:
-        options = f"micro_batches: 4, exact: false, gradient_compression: {compression}"
-        parallel = f"{{strategy: auto, workers: 4, schedule: 1f1b, {options}}}"
-        job = parse(f"{{name: paper, batch_size: 32, parallel: {parallel}}}", "job.yaml")
-        made = made_for[compression] = made_for.get(compression) or planning_of(job)
+    parallel = (
+        "{strategy: auto, workers: 4, schedule: 1f1b, micro_batches: 4, exact: false, gradient_compression: none}"
+    )
+    job = parse(f"{{name: paper, batch_size: 32, parallel: {parallel}}}", "job.yaml")
+    made = replace(planned(), job=job, problem=problem_of(job, range(4)))
+
+    def used(tried: Tried | None) -> set[str]:
         write_planning(tmp_path, replace(made, tried=tried))
         read = read_planning(tmp_path)
         assert read is not None
         assert read.tried == tried
-        stages = ask(read, rates={"all": rate}).found.plan.stages
+        stages = ask(read, rates={"all": "100Mbit"}).found.plan.stages
         return {stage.send for stage in stages[:-1]} | {stage.sync.name for stage in stages if len(stage.ranks) > 1}
 
-    made_for: dict[str, Planning] = {}
-    tried = Tried(0, 8, {3: "bf16"}, "fp16", "fp32")
-    assert "int4" in used("fp16", "40Mbit", None)
-    assert used("fp16", "40Mbit", tried) <= {"fp32", "bf16", "fp16"}
-    assert used("none", "100Mbit", None) == {"int4"}
-    assert used("none", "100Mbit", tried).isdisjoint({"int4", "powersgd"})
+    assert used(None) == {"int4"}
+    assert used(Tried(0, 8, {3: "bf16"}, "fp16", "fp32")).isdisjoint({"int4", "powersgd"})
 
 
 def test_the_rate_of_a_device_does_not_make_the_links_of_others_faster(planning: Planning) -> None:
@@ -311,70 +284,56 @@ def test_the_rate_of_a_device_does_not_make_the_links_of_others_faster(planning:
 
 def test_a_device_with_stated_speed_memory_and_links(planning: Planning) -> None:
     text = "speed=0.5, memory=512MiB, rate=80Mbit, latency=3ms, name=new box"
-    answer = ask(planning, add=[text, "like=pi-rank1,speed=2", "like:pi-rank1"])
-    problem = answer.changed.problem
-    assert answer.changed.names[4:] == ("new box", "pi-new", "pi-new-2")
+    assert planning.problem is not None
+    changes = read_changes(planning, [text, "like=pi-rank1,speed=2", "like:pi-rank1"], (), {})
+    changed = apply_changes(planning, planning.problem, changes)
+    problem = changed.problem
+    assert changed.names[4:] == ("new box", "pi-new", "pi-new-2")
     assert problem.memory[4] == 512 * 2**20
     assert problem.memory[5] == 1e9
     seconds = [sum(problem.profiles[rank].seconds(0, 32)) for rank in range(7)]
     assert [seconds[rank] / seconds[0] for rank in (4, 5, 6)] == pytest.approx([2, 2, 4])
     assert problem.network.between(0, 4) == problem.network.between(4, 2) == (3e-3, 1e7)
-    assert problem.network.between(5, 0) == planning.problem.network.between(1, 0)  # type: ignore[union-attr]
+    assert problem.network.between(5, 0) == planning.problem.network.between(1, 0)
     assert problem.network.between(5, 1).bandwidth == 12.5e6, "to what it is like: the slowest of that device's links"
     assert problem.network.between(6, 5).bandwidth == 12.5e6
-    assert problem.ranks == answer.found.plan.world_size == 7
+    assert problem.ranks == 7
 
 
-@pytest.mark.parametrize(
-    ("question", "message"),
-    [
-        ({"remove": ["4"]}, r"^remove: '4' is not a device of this run; there are 0 \(laptop\), 1 \(pi-rank1\)"),
-        ({"remove": ["pi"]}, "^remove: 'pi' is not a device"),
-        ({"remove": ["0", "1", "2", "3"]}, "^remove: no device would be left"),
-        ({"remove": ["-1"]}, "^remove: '-1' is not a device"),
-        ({"remove": ["9" * 5000]}, "^remove: a text of at most 200 characters"),
-        ({"remove": ["٣"]}, "^remove: "),
-        ({"remove": ["0"] * 65}, "^remove: 65 changes at once are too many"),
-        ({"add": ["like:5"]}, "^add: like: '5' is not a device"),
-        ({"add": [""]}, "^add: '' is none of like, speed"),
-        ({"add": ["like"]}, "^add: 'like' is none of like, speed"),
-        ({"add": ["lke:0"]}, "did you mean 'like'"),
-        ({"add": ["like:0,like:1"]}, "^add: like is given twice"),
-        ({"add": ["speed=1"]}, "^add: 'speed=1' names neither the device that it is like, nor its speed and memory"),
-        ({"add": ["speed=1,memory=1GiB"]}, "^add: nothing is known of the new device's link; say its rate"),
-        ({"add": ["like:0,speed=0"]}, "^add: speed: '0' is not from 0.001 to 1000"),
-        ({"add": ["like:0,speed=nan"]}, "^add: speed: 'nan' is not from"),
-        ({"add": ["like:0,speed=1e400"]}, "^add: speed: "),
-        ({"add": ["like:0,speed=fast"]}, "^add: speed: "),
-        ({"add": ["like:0,memory=1TiB"]}, "^add: memory: '1TiB' is not a number with one of B, KB"),
-        ({"add": ["like:0,memory=1e9GiB"]}, "^add: memory: '1e9GiB' is not from 1MiB to 1PiB"),
-        ({"add": ["like:0,rate=0bit"]}, "^add: rate: "),
-        ({"add": ["like:0,latency=11s"]}, "^add: latency: '11s' is not from 0s to 10s"),
-        ({"add": ["like:0,name=\x1b[2J"]}, "^add: name must be at most 40 printable characters"),
-        ({"add": ["like:0,name=" + "x" * 41]}, "^add: name must be"),
-        ({"add": ["like:0"] * 61}, f"^add: 65 devices are more than can be planned for here .{MOST_RANKS}."),
-        ({"rates": {"0-1": ""}}, "^rate: '0-1': '' is not a number"),
-        (
-            {"rates": {"0-1": "100"}},
-            "^rate: '0-1': '100' is not a number with one of bit",
-        ),
-        ({"rates": {"0-1": "1e40Gbit"}}, "^rate: '0-1': '1e40Gbit' is not from"),
-        ({"rates": {"0-1": "1Mbit,x"}}, "^rate: latency of '0-1': 'x' is not a number"),
-        ({"rates": {"1-1": "1Mbit"}}, "^rate: '1-1' is not a link"),
-        ({"rates": {"0-9": "1Mbit"}}, "^rate: '9' is not a device"),
-        ({"rates": {"0-1-2": "1Mbit"}}, "^rate: '0-1-2' is not a device"),
-        ({"rates": {"\x1b": "1Mbit"}}, r"^rate: '\\x1b' is not a device"),
-        ({"strategy": "tensor"}, "^strategy: 'tensor' must be one of auto, ddp, hybrid, pipeline"),
-        ({"strategy": "\x1bauto"}, r"^strategy: '\\x1bauto' must be"),
-    ],
-)
-def test_a_question_that_cannot_be_answered_names_the_parameter(
-    planning: Planning, question: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(JobError, match=message) as raised:
-        ask(planning, **question)
-    assert len(str(raised.value)) < 400
-    assert str(raised.value).isprintable()
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"remove": ["4"]}, r"^remove: '4' is not a device of this run; there are 0 \(laptop\), 1 \(pi-rank1\)"),
+    ({"remove": ["0", "1", "2", "3"]}, "^remove: no device would be left"),
+    ({"remove": ["9" * 5000]}, "^remove: a text of at most 200 characters"),
+    ({"remove": ["0"] * 65}, "^remove: 65 changes at once are too many"),
+    ({"add": ["like:5"]}, "^add: like: '5' is not a device"),
+    ({"add": [""]}, "^add: '' is none of like, speed"),
+    ({"add": ["lke:0"]}, "did you mean 'like'"),
+    ({"add": ["like:0,like:1"]}, "^add: like is given twice"),
+    ({"add": ["speed=1"]}, "^add: 'speed=1' names neither the device that it is like, nor its speed and memory"),
+    ({"add": ["speed=1,memory=1GiB"]}, "^add: nothing is known of the new device's link; say its rate"),
+    ({"add": ["like:0,speed=0"]}, "^add: speed: '0' is not from 0.001 to 1000"),
+    ({"add": ["like:0,memory=1TiB"]}, "^add: memory: '1TiB' is not a number with one of B, KB"),
+    ({"add": ["like:0,memory=1e9GiB"]}, "^add: memory: '1e9GiB' is not from 1MiB to 1PiB"),
+    ({"add": ["like:0,latency=11s"]}, "^add: latency: '11s' is not from 0s to 10s"),
+    ({"add": ["like:0,name=\x1b[2J"]}, "^add: name must be at most 40 printable characters"),
+    ({"add": ["like:0"] * 61}, f"^add: 65 devices are more than can be planned for here .{MOST_RANKS}."),
+    (
+        {"rates": {"0-1": "100"}},
+        "^rate: '0-1': '100' is not a number with one of bit",
+    ),
+    ({"rates": {"0-1": "1Mbit,x"}}, "^rate: latency of '0-1': 'x' is not a number"),
+    ({"rates": {"1-1": "1Mbit"}}, "^rate: '1-1' is not a link"),
+    ({"rates": {"0-1-2": "1Mbit"}}, "^rate: '0-1-2' is not a device"),
+    ({"strategy": "tensor"}, "^strategy: 'tensor' must be one of auto, ddp, hybrid, pipeline"),
+]
+
+
+def test_a_question_that_cannot_be_answered_names_the_parameter(planning: Planning) -> None:
+    for question, message in MISTAKES:
+        with pytest.raises(JobError, match=message) as raised:
+            ask(planning, **question)
+        assert len(str(raised.value)) < 400
+        assert str(raised.value).isprintable()
 
 
 def test_another_strategy_and_fixed_stages(planning: Planning) -> None:
@@ -434,18 +393,10 @@ def test_the_answer_for_a_folder(planning: Planning, tmp_path: Path) -> None:
     layers = [layer for stage in answer["predicted"]["stages"] for layer in stage["layers"]]
     assert layers == [f"layer{n}" for n in range(LAYERS)]
     assert all(sum(stage["shares"]) == pytest.approx(1) for stage in answer["predicted"]["stages"])
-    for seconds in (0.0, -1.0, float("nan"), 1e9):
+    for seconds in (0.0, float("nan"), 1e9):
         with pytest.raises(JobError, match=r"^seconds: "):
             what_if(tmp_path, seconds=seconds)
-
-
-def test_one_question_at_a_time(planning: Planning, tmp_path: Path) -> None:
-    write_run(tmp_path, ranks=4)
-    write_planning(tmp_path, planning)
     with asking._asking, pytest.raises(HorizonError, match="another what-if is being answered"):
         what_if(tmp_path)
-    answers: list[object] = []
-    thread = threading.Thread(target=lambda: answers.append(what_if(tmp_path)))
-    thread.start()
-    thread.join(60)
-    assert len(answers) == 1
+    with ThreadPoolExecutor(1) as other:  # as a page asks
+        assert other.submit(what_if, tmp_path).result(60)["present"] == answer["present"]
