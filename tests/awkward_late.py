@@ -6,7 +6,6 @@ A stage that would not see it must not train on. `LATE` has the words with which
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,26 +42,6 @@ class WarmsUp(Base):
     def forward(self, value: Tensor) -> Tensor:
         found, beta = self.middle(self.first(self.stem(value.flatten(1))))
         return self.head(self.last(found)) * (1 + beta)
-
-
-class _ReturnsNothingElse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self) -> float:
-        self.calls += self.training
-        return 0.5 * (self.calls > LATE_AFTER)
-
-
-class HasASchedule(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.schedule = _ReturnsNothingElse()
-
-    def forward(self, value: Tensor) -> Tensor:
-        beta = self.schedule()
-        return self.head(self.body(value)) * (1 + beta)
 
 
 class _ReturnsMore(_Counts):
@@ -160,13 +139,6 @@ class GoesThroughBuffers(Base):
         return found
 
 
-class ReadsItsState(GoesThroughBuffers):
-    def forward(self, value: Tensor) -> Tensor:
-        self.calls += self.training
-        found = self.head(self.body(value))
-        return found * self.state_dict()["stem.weight"].std() if self.calls > LATE_AFTER else found
-
-
 class SetsAFlagAtItsEnd(Base):
     """Sets a flag that its forward reads where the parts before the last one do not get to."""
 
@@ -233,61 +205,6 @@ class _DrawsLater(_Counts):
 
 class DrawsLater(Base):
     block = _DrawsLater
-
-
-class _Halves(_Counts):
-    def forward(self, value: Tensor) -> Any:
-        found = super().forward(value)
-        return found.bfloat16() if self.is_late else found
-
-
-class _Widens(Block):
-    def forward(self, value: Tensor) -> Tensor:
-        if value.dtype != torch.float32:  # which keeps it in one piece
-            return super().forward(value.float())
-        return super().forward(value)
-
-
-class HalvesLater(Base):
-    block = _Widens
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = _Halves(), nn.Sequential(Block(), Block())
-
-
-class _Schedule:
-    def __init__(self) -> None:
-        self.value = 1.0
-
-    def get(self) -> float:
-        return self.value
-
-
-class _Sets(_Counts):
-    def __init__(self, schedule: _Schedule) -> None:
-        super().__init__()
-        self.schedule = schedule
-
-    def forward(self, value: Tensor) -> Any:
-        self.schedule.value = 0.5 if self.is_late else 1.0
-        return super().forward(value)
-
-
-class _Gets(Block):
-    def __init__(self, get: Callable[[], float]) -> None:
-        super().__init__()
-        self.get = get
-
-    def forward(self, value: Tensor) -> Tensor:
-        return super().forward(value) * self.get()
-
-
-class AsksAMethod(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        schedule = _Schedule()
-        self.first, self.last = _Sets(schedule), _Gets(schedule.get)
 
 
 class _OpensAfter(_Counts):
@@ -367,23 +284,16 @@ class KeepsAList(SetsAFlagAtItsEnd):
 LISTS = "the model's forward goes through all parameters or buffers"
 LATE: list[tuple[type[Base], str]] = [
     (WarmsUp, "middle returns 0.5 where it returned 0.0"),
-    (HasASchedule, "schedule returns other values beside its tensors than when the model was cut (0.5, and not 0.0)"),
-    (
-        BalancesLater,
-        "middle returns other values beside its tensors than when the model was cut (Tensor, Tensor, ",
-    ),
+    (BalancesLater, "middle returns other values beside its tensors than when the model was cut (Tensor, Tensor, "),
     (ReadsAuxLater, "middle.aux has changed, which code in another part of the model reads"),
     (SharesSettings, "first.settings has changed"),
     (CollectsLosses, "middle returns other values beside its tensors than when the model was cut"),
     (GoesThroughBuffers, LISTS),
-    (ReadsItsState, LISTS),
     (SetsAGlobalLater, "SETTINGS has changed"),
     (PrunesLater, "each sample's tensors that leave stage 0 have the shapes [[8]], and had [[16]]"),
     (KeepsAList, "_seen has changed"),
     (SetsItsClassLater, "_Tempered.temperature has changed"),
     (DrawsLater, "the code of layers"),
-    (HalvesLater, "what leaves stage 0 is of torch.bfloat16 now, and was of torch.float32"),
-    (AsksAMethod, "first.schedule has changed"),
     (LooksAtTheOneBefore, "first.calls has changed"),
     (SetsAFlagAtItsEnd, "flag is 1.0 in one part of the model and 0.5 in another"),
     (TakesAFew, "a tensor that leaves stage 1 has 4 rows for"),

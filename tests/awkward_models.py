@@ -80,21 +80,6 @@ class AsksForTensor(Base):
         return self.head(self.last(self.middle(value) * 2 if torch.is_tensor(value) else value))
 
 
-class _AsksForTensor(Block):
-    def forward(self, value: Tensor) -> Tensor:
-        return super().forward(value) * (3 if isinstance(value, torch.Tensor) else 1)
-
-
-class AsksForTensorInBlock(Base):
-    block = _AsksForTensor
-
-
-class AsksForType(Base):
-    def forward(self, value: Tensor) -> Tensor:
-        found = self.body(value)
-        return self.head(found * 2 if type(found) is Tensor else found)
-
-
 class _StoresAux(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -111,16 +96,6 @@ class AddsWhatABlockStored(Base):
 
     def forward(self, value: Tensor) -> Tensor:
         return self.head(self.body(value)) + self.middle.aux * self.head.bias
-
-
-class _StoresBranching(_StoresAux):
-    def forward(self, value: Tensor) -> Tensor:
-        found = super().forward(value)
-        return found * 2 if float(found.detach().sum()) > 1e9 else found
-
-
-class AddsWhatAnUntraceableBlockStored(AddsWhatABlockStored):
-    block = _StoresBranching
 
 
 class CollectsFeatures(Base):
@@ -151,25 +126,10 @@ class DropsLayersByNumpy(Base):
     block = _DropsByNumpy
 
 
-class DropsLayersAtRoot(Base):
-    def forward(self, value: Tensor) -> Tensor:
-        value = self.stem(value.flatten(1))
-        for block in (self.first, self.middle, self.last):
-            if not (self.training and random.random() < 0.3):
-                value = block(value)
-        return self.head(value)
-
-
 class HookOnRoot(Base):
     def __init__(self) -> None:
         super().__init__()
         self.register_forward_hook(lambda module, given, result: result * 3)
-
-
-class PreHookOnRoot(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
 
 
 class HookOnBlock(Base):
@@ -191,30 +151,10 @@ class HookThatKeeps(Base):
         return self.head(self.body(value) + self.kept)
 
 
-class ClosureThatKeeps(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: Any = None
-
-        def keep(module: nn.Module, given: Any, result: Tensor) -> None:
-            self.kept = result
-
-        self.first.register_forward_hook(keep)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.head(self.body(value) + self.kept)
-
-
 class ParameterHook(Base):
     def __init__(self) -> None:
         super().__init__()
         self.middle.inner.weight.register_hook(lambda gradient: gradient * 2)
-
-
-class FullBackwardHook(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.middle.register_full_backward_hook(lambda module, inward, outward: tuple(g * 2 for g in inward))
 
 
 class FullBackwardHookOnRoot(Base):
@@ -234,20 +174,6 @@ class HookInForward(Base):
 class AsksForGradients(Base):
     def forward(self, value: Tensor) -> Tensor:
         return self.head(self.body(value)) * (1 if torch.is_grad_enabled() else 2)
-
-
-class _AsksForGradients(Block):
-    def forward(self, value: Tensor) -> Tensor:
-        return super().forward(value) * (1 if torch.is_grad_enabled() else 2)
-
-
-class AsksForGradientsInBlock(Base):
-    block = _AsksForGradients
-
-
-class AsksForTraining(Base):
-    def forward(self, value: Tensor) -> Tensor:
-        return self.head(self.body(value)) * (1 if self.training else 2)
 
 
 class CountsCalls(Base):
@@ -284,31 +210,6 @@ class TriesToRead(Base):
         return self.head(found * factor)
 
 
-class _TriesToRead(Block):
-    def forward(self, value: Tensor) -> Tensor:
-        try:
-            factor = float(value.detach().abs().max() > 0)
-        except Exception:  # noqa: BLE001
-            factor = 1000.0
-        return super().forward(value) * factor
-
-
-class TriesToReadInBlock(Base):
-    block = _TriesToRead
-
-
-class _TriesToBranch(Block):
-    def forward(self, value: Tensor) -> Tensor:
-        try:
-            return super().forward(value) if value.detach().abs().max() >= 0 else value
-        except Exception:  # noqa: BLE001
-            return value * 1000
-
-
-class TriesToBranchInBlock(Base):
-    block = _TriesToBranch
-
-
 class ChangesBuffersAtRoot(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -319,21 +220,6 @@ class ChangesBuffersAtRoot(Base):
             with torch.no_grad():
                 self.seen.add_(1.0)
         return self.head(self.body(value)) / (1 + self.seen)
-
-
-class _ReplacesBuffer(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, value: Tensor) -> Tensor:
-        if self.training:
-            self.seen = self.seen + 1
-        return super().forward(value) / (1 + self.seen)
-
-
-class ReplacesBuffer(Base):
-    block = _ReplacesBuffer
 
 
 class LeavesParameterUnused(Base):
@@ -379,31 +265,6 @@ class NormsWeights(Base):
     def __init__(self) -> None:
         super().__init__()
         self.middle.inner = nn.utils.parametrizations.weight_norm(self.middle.inner)
-
-
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 3
-
-
-class _ScalesGradient(Block):
-    def forward(self, value: Tensor) -> Tensor:
-        return _Scaled.apply(super().forward(value))
-
-
-class ScalesGradient(Base):
-    block = _ScalesGradient
-
-
-class BranchesOnData(Base):
-    def forward(self, value: Tensor) -> Tensor:
-        found = self.body(value)
-        return self.head(found if found.detach().abs().max() >= 0 else found * 1000)
 
 
 class _PlainTensor(Block):

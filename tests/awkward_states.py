@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -57,100 +57,61 @@ class FollowsByAverage(Base):
     block = _FollowsByAverage
 
 
-class _ClampsItself(Block):
-    def forward(self, value: Tensor) -> Tensor:
-        self.inner.weight.data.clamp_(-0.1, 0.1)
-        return super().forward(value)
-
-
-class ClampsItself(Base):
-    block = _ClampsItself
-
-
-class _WritesWhatItSees(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.code, self.calls = nn.Parameter(torch.zeros(WIDTH), requires_grad=False), 0
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > 5:
-            self.code.data.copy_(value.detach().mean(0))
-        return super().forward(value) + self.code
-
-
-class WritesWhatItSees(Base):
-    block = _WritesWhatItSees
-
-
 class CopiesABlock(Base):
     def forward(self, value: Tensor) -> Tensor:
         return self.head(self.body(value) + copy.deepcopy(self.middle)(self.stem(value.flatten(1))))
 
 
 class Context:
-    """Is an object of the author's own class, which all modules see."""
+    """Is an object of the author's own class."""
 
     scale, count = 1.0, 0
 
 
-SHARED, SEEN = Context(), np.ones(1)
+OBJECT, ARRAY = Context(), np.ones(1)
 
 
-def scaled(value: Tensor) -> Tensor:
-    return value * getattr(scaled, "factor", 1.0)
+def noted() -> None:
+    """Has an attribute that a block sets."""
 
 
-class _SetsObject(Block):
+class _Sets(Block):
+    def __init__(self, write: Callable[[float], None]) -> None:
+        super().__init__()
+        self.write = write
+
     def forward(self, value: Tensor) -> Tensor:
-        SHARED.scale = 1.0 + self.training
+        self.write(1.0 + self.training)
         return super().forward(value)
 
 
 class SharesAnObject(Base):
-    block = _SetsObject
+    """Has a block that sets something outside of the model, which the model's own forward reads."""
+
+    write = staticmethod(lambda value: setattr(OBJECT, "scale", value))
+    read = staticmethod(lambda: OBJECT.scale)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = _Sets(type(self).write)
 
     def forward(self, value: Tensor) -> Tensor:
-        return self.head(self.body(value)) * SHARED.scale
+        return self.head(self.body(value)) * float(self.read())
 
 
-class _SetsArray(Block):
-    def forward(self, value: Tensor) -> Tensor:
-        SEEN[0] = 1.0 + self.training
-        return super().forward(value)
+class SharesAnArray(SharesAnObject):
+    write = staticmethod(lambda value: ARRAY.fill(value))
+    read = staticmethod(lambda: ARRAY[0])
 
 
-class SharesAnArray(Base):
-    block = _SetsArray
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.head(self.body(value)) * float(SEEN[0])
+class SharesAFunction(SharesAnObject):
+    write = staticmethod(lambda value: setattr(noted, "factor", value))
+    read = staticmethod(lambda: getattr(noted, "factor", 1.0))
 
 
-class _SetsFunction(Block):
-    def forward(self, value: Tensor) -> Tensor:
-        scaled.factor = 1.0 + self.training  # type: ignore[attr-defined]
-        return super().forward(value)
-
-
-class SharesAFunction(Base):
-    block = _SetsFunction
-
-    def forward(self, value: Tensor) -> Tensor:
-        return scaled(self.head(self.body(value)))
-
-
-class _SetsEnvironment(Block):
-    def forward(self, value: Tensor) -> Tensor:
-        os.environ["SCALE_FOR_TEST"] = "2" if self.training else "1"
-        return super().forward(value)
-
-
-class SharesTheEnvironment(Base):
-    block = _SetsEnvironment
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.head(self.body(value)) * float(os.environ.get("SCALE_FOR_TEST", "1"))
+class SharesTheEnvironment(SharesAnObject):
+    write = staticmethod(lambda value: os.environ.update(SCALE_FOR_TEST=str(value)))
+    read = staticmethod(lambda: float(os.environ.get("SCALE_FOR_TEST", "1")))
 
 
 class CountsInAnObject(Base):
@@ -162,41 +123,6 @@ class CountsInAnObject(Base):
         found = self.body(value)
         self.counter.count += self.training
         return self.head(found) * (3 if self.counter.count > 1 else 1)
-
-
-class _CountsInBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counter = Context()
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.counter.count += self.training
-        return super().forward(value) * (3 if self.counter.count > 1 else 1)
-
-
-class CountsInAnObjectOfABlock(Base):
-    block = _CountsInBlock
-
-
-class CountsInADictionary(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = {"inner": {"calls": 0}}
-
-    def forward(self, value: Tensor) -> Tensor:
-        found = self.body(value)
-        self.state["inner"]["calls"] += self.training
-        return self.head(found) * (3 if self.state["inner"]["calls"] > 1 else 1)
-
-
-class CountsByIterator(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = itertools.count()
-
-    def forward(self, value: Tensor) -> Tensor:
-        found = self.body(value)
-        return self.head(found) * (3 if next(self.calls) % 2 else 1)
 
 
 class _CountsInteger(Block):
@@ -214,16 +140,6 @@ class ReadsWhatABlockCounts(Base):
 
     def forward(self, value: Tensor) -> Tensor:
         return self.head(self.body(value)) * (1 if self.middle.passes > 20 else 2)
-
-
-class CountsInBytes(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.passes = bytearray(1)
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.passes[0] += self.training
-        return self.head(self.body(value)) * (3 if self.passes[0] > 1 else 1)
 
 
 class DrawsFromItsOwn(Base):
@@ -319,19 +235,6 @@ class OrdersRows(Base):
         order = value.abs().sum(1).argsort(descending=True)
         found = self.last(self.middle(self.first(self.stem(value[order]))))
         return self.head(found[order.argsort()])
-
-
-class OrdersRowsByHand(Base):
-    """Does the same by operations of which no graph can be recorded."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        value = value.flatten(1)
-        rows, positive = torch.arange(len(value)), value[:, 0] > 0
-        order = torch.cat([rows[positive], rows[~positive]])
-        found = self.last(self.middle(self.first(self.stem(value)[order])))
-        placed = torch.empty_like(found)
-        placed[order] = found
-        return self.head(placed)
 
 
 class HasNormalisedWeights(Base):
