@@ -9,7 +9,7 @@ import random
 import struct
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from horizonml.errors import DataError, HorizonError
 from tests.programs import need_package
 from tests.security.bounds import bounded
 
-TIMES = 150  # changed copies of each file
+TIMES = 80  # changed copies of each file
 
 
 def mutations(good: bytes, seed: int = 0, times: int = TIMES) -> Iterator[bytes]:
@@ -65,7 +65,7 @@ def picture(kind: str) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["png", "jpeg", "bmp", "gif", "webp", "tiff", "ppm"])
+@pytest.mark.parametrize("kind", ["png", "jpeg", "tiff"])
 @pytest.mark.filterwarnings("ignore")  # Pillow warns of what it finds in damaged files
 def test_a_damaged_picture_is_read_or_refused(tmp_path: Path, kind: str) -> None:
     file = tmp_path / f"picture.{kind}"
@@ -77,28 +77,24 @@ def test_a_damaged_picture_is_read_or_refused(tmp_path: Path, kind: str) -> None
                 assert source.images(torch.tensor([0])).shape == (1, 3, 8, 8)
 
 
-def png_bomb(width: int, height: int) -> bytes:
-    """Return a small PNG file that says it has so many pixels, with as much compressed black as fits."""
+def png_bomb(width: int, height: int, body: bytes) -> bytes:
+    """Return a small PNG file that says it has so many pixels, with this for its content."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", head)
-        + chunk(b"IDAT", zlib.compress(bytes(64 << 20)))
-        + chunk(b"IEND", b"")
-    )
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
-@pytest.mark.parametrize(
-    ("width", "height"), [(MOST_PIXELS, 2), (65_500, 65_500), (2**31 - 1, 2**31 - 1), (1, 2**31 - 1)]
-)
-def test_a_picture_that_is_a_bomb_is_refused_before_it_is_decoded(width: int, height: int) -> None:
-    bomb = png_bomb(width, height)
-    with bounded(150), pytest.raises(DataError):
-        read_picture(io.BytesIO(bomb), lambda image: pixels_of(image, 8))
+def test_a_picture_that_is_a_bomb_is_refused_before_it_is_decoded() -> None:
+    black = zlib.compress(bytes(64 << 20))
+    sides = [(MOST_PIXELS, 2), (65_500, 65_500), (2**31 - 1, 2**31 - 1), (1, 2**31 - 1)]
+    bombs = [png_bomb(width, height, black) for width, height in sides]
+    with bounded(150):
+        for bomb in bombs:
+            with pytest.raises(DataError):
+                read_picture(io.BytesIO(bomb), lambda image: pixels_of(image, 8))
 
 
 def archive() -> bytes:
@@ -140,8 +136,6 @@ def decoded(kind: str, content: bytes) -> Any:
 @pytest.mark.parametrize(
     ("kind", "good"),
     [
-        ("png", picture("png")),
-        ("jpg", picture("jpeg")),
         ("npy", array()),
         ("json", b'{"a": [1, 2.5, true]}'),
         ("cls", b"12"),
@@ -160,32 +154,33 @@ def numpy_header(header: str, version: bytes = b"\x01\x00") -> bytes:
     return b"\x93NUMPY" + version + struct.pack("<H", len(header)) + header.encode()
 
 
-@pytest.mark.parametrize(
-    ("kind", "bomb"),
-    [
-        ("npy", numpy_header("{'descr': '<f8', 'fortran_order': False, 'shape': (1099511627776,), }")),
-        ("npy", numpy_header("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,), }")),
-        ("npy", numpy_header("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }") + b"cos\nsystem\n(S'x'\ntR."),
-        ("npy", numpy_header("[" * 9000)),
-        ("npy", numpy_header("x", b"\x09\x00")),
-        ("npy", b"PK\x03\x04" + bytes(100)),
-        ("npy", b"\x80\x04cos\nsystem\n(S'true'\ntR."),
-        ("json", b"[" * 1_000_000),
-        ("json", b"9" * 100_000),
-        ("json", b"[1e999, NaN, 18446744073709551616]"),
-        ("cls", b"9" * 100_000),
-        ("cls", b"18446744073709551616"),
-    ],
-)
-def test_a_file_of_a_sample_that_promises_too_much_is_refused(kind: str, bomb: bytes) -> None:
-    with bounded(100), pytest.raises(DataError, match=rf"\.{kind} file"):
-        decoded(kind, bomb)
+BOMBS = [
+    ("npy", numpy_header("{'descr': '<f8', 'fortran_order': False, 'shape': (1099511627776,), }")),
+    ("npy", numpy_header("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,), }")),
+    ("npy", numpy_header("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }") + b"cos\nsystem\n(S'x'\ntR."),
+    ("npy", numpy_header("[" * 9000)),
+    ("npy", numpy_header("x", b"\x09\x00")),
+    ("npy", b"PK\x03\x04" + bytes(100)),
+    ("npy", b"\x80\x04cos\nsystem\n(S'true'\ntR."),
+    ("json", b"[" * 1_000_000),
+    ("json", b"9" * 100_000),
+    ("json", b"[1e999, NaN, 18446744073709551616]"),
+    ("cls", b"9" * 100_000),
+    ("cls", b"18446744073709551616"),
+]
+
+
+def test_a_file_of_a_sample_that_promises_too_much_is_refused() -> None:
+    with bounded(100):
+        for kind, bomb in BOMBS:
+            with pytest.raises(DataError, match=rf"\.{kind} file"):
+                decoded(kind, bomb)
 
 
 def test_a_damaged_shard_is_read_or_refused_and_no_sample_reaches_beyond_it(tmp_path: Path) -> None:
     file = tmp_path / "0.tar"
     with bounded(300):
-        for content in mutations(archive(), times=400):
+        for content in mutations(archive(), times=200):
             file.write_bytes(content)
             with suppress(DataError):
                 for sample in table_of(file):
@@ -199,45 +194,37 @@ def lying_member(kind: bytes, size: int, body: bytes = b"") -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT) + body + bytes(1024)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        lying_member(tarfile.REGTYPE, 1 << 50),
-        lying_member(tarfile.XHDTYPE, 1 << 40),
-        lying_member(tarfile.GNUTYPE_LONGNAME, 1 << 40),
-        lying_member(tarfile.XHDTYPE, 512, b"999999999999 path=x\n".ljust(512, b"\0")),
-        lying_member(tarfile.XHDTYPE, 512, b"0 path=x\n".ljust(512, b"\0")),
-        gzip.compress(bytes(1 << 20)),
-        b"\0" * (1 << 20),
-    ],
-)
-def test_a_shard_that_promises_too_much_takes_no_memory(tmp_path: Path, content: bytes) -> None:
+def test_a_shard_that_promises_too_much_takes_no_memory(tmp_path: Path) -> None:
     file = tmp_path / "0.tar"
-    file.write_bytes(content)
-    with bounded(100), suppress(DataError):
-        assert table_of(file) == []
+    with bounded(100):
+        for content in (
+            lying_member(tarfile.REGTYPE, 1 << 50),
+            lying_member(tarfile.XHDTYPE, 1 << 40),
+            lying_member(tarfile.GNUTYPE_LONGNAME, 1 << 40),
+            lying_member(tarfile.XHDTYPE, 512, b"999999999999 path=x\n".ljust(512, b"\0")),
+            lying_member(tarfile.XHDTYPE, 512, b"0 path=x\n".ljust(512, b"\0")),
+            gzip.compress(bytes(1 << 20)),
+            b"\0" * (1 << 20),
+        ):
+            file.write_bytes(content)
+            with suppress(DataError):
+                assert table_of(file) == []
 
 
 def test_members_that_are_no_files_are_no_samples(tmp_path: Path) -> None:
     """Links, devices and holes in a shard could stand for files of this machine, or for endless ones."""
     file = tmp_path / "0.tar"
-    with tarfile.open(file, "w") as tar:
+    with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as tar:
         for kind, name in ((tarfile.SYMTYPE, "0.cls"), (tarfile.LNKTYPE, "1.cls"), (tarfile.CHRTYPE, "2.cls"),
                            (tarfile.FIFOTYPE, "3.cls"), (tarfile.DIRTYPE, "4.cls")):  # fmt: skip
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "/etc/passwd"
             tar.addfile(member)
-    assert table_of(file) == []
-
-
-def test_a_sparse_member_has_no_size_of_its_choice(tmp_path: Path) -> None:
-    file = tmp_path / "0.tar"
-    with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as tar:
-        member = tarfile.TarInfo("0.cls")
-        member.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(1 << 60)}
-        member.size = 512
-        tar.addfile(member, io.BytesIO(b"1\n0\n1\n".ljust(512, b"\0")))
-    with bounded(50), suppress(DataError):
+        sparse = tarfile.TarInfo("5.cls")
+        sparse.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(1 << 60)}
+        sparse.size = 512
+        tar.addfile(sparse, io.BytesIO(b"1\n0\n1\n".ljust(512, b"\0")))
+    with bounded(50):
         assert table_of(file) == []
 
 
@@ -267,19 +254,16 @@ def test_a_damaged_table_is_read_or_refused(tmp_path: Path, kind: str) -> None:
                 describe_table(spec)
 
 
-@pytest.mark.parametrize("target", ["/dev/zero", "/proc/self/mem"])
-@pytest.mark.parametrize(
-    ("name", "describe", "more"),
-    [("table", describe_table, {"targets": ["y"]}), ("text", describe_text, {})],
-)
-def test_data_without_an_end_is_refused(
-    target: str, name: str, describe: Callable[[DataSpec], Any], more: dict[str, Any]
-) -> None:
+def test_data_without_an_end_is_refused() -> None:
     from pyarrow import csv, parquet  # which open files of their own
 
     assert csv, parquet
-    with bounded(100), pytest.raises(DataError, match=r"data\.path"):
-        describe(DataSpec(name=name, path=target, **more))
+    with bounded(100):
+        for target in ("/dev/zero", "/proc/self/mem"):
+            with pytest.raises(DataError, match=r"data\.path"):
+                describe_table(DataSpec(name="table", path=target, targets=["y"]))
+            with pytest.raises(DataError, match=r"data\.path"):
+                describe_text(DataSpec(name="text", path=target))
 
 
 def test_a_file_larger_than_memory_is_refused(tmp_path: Path) -> None:
@@ -323,32 +307,21 @@ def saved(folder: Path, **columns: list[Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "{outside}",
-        "../private.png",
-        "link.png",
-        "file://{outside}",
-        "https://127.0.0.1:9/x.png",
-        "",
-        "simplecache::{outside}",
-    ],
-)
-def test_a_row_of_a_data_set_cannot_name_a_file_elsewhere(tmp_path: Path, place: str) -> None:
+def test_a_row_of_a_data_set_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
     need_package("datasets")
-    outside = tmp_path / "private.png"
+    outside, folder = tmp_path / "private.png", tmp_path / "set"
     outside.write_bytes(picture("png"))
-    folder = tmp_path / "set"
-    rows = [{"bytes": None, "path": place.format(outside=outside)}] * 10
-    saved(folder, image=rows, y=[n % 2 for n in range(10)])
+    places = [str(outside), "../private.png", "link.png", f"file://{outside}", "https://127.0.0.1:9/x.png", "",
+              f"simplecache::{outside}"]  # fmt: skip
+    rows = [{"bytes": None, "path": place} for place in (*places, "own.png") for _ in range(2)]
+    saved(folder, image=rows, y=[n % 2 for n in range(len(rows))])
     (folder / "link.png").symlink_to(outside)
     (folder / "own.png").write_bytes(picture("png"))
-    with pytest.raises(DataError, match="which is no file in the folder of the data"):
-        open_hub(hub_spec(folder)).train.input(0)
-    own = saved(tmp_path / "own", image=[{"bytes": None, "path": "own.png"}] * 10, y=[0, 1] * 5)
-    (own / "own.png").write_bytes(picture("png"))
-    assert open_hub(hub_spec(own)).train.input(0).shape == (3, 8, 8)
+    train = open_hub(hub_spec(folder)).train
+    for place in range(2 * len(places)):
+        with pytest.raises(DataError, match="which is no file in the folder of the data"):
+            train.input(place)
+    assert train.input(len(rows) - 1).shape == (3, 8, 8)
 
 
 def test_the_lists_of_files_of_a_data_set_cannot_name_one_elsewhere(tmp_path: Path) -> None:
