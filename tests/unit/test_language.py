@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -53,19 +51,18 @@ def mask(rows: int = 3) -> Tensor:
     return (torch.arange(LENGTH) < torch.tensor([[LENGTH - 4 * row] for row in range(rows)])).long()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_gpt_is_cut_at_every_block_and_computes_what_it_computed(tied: bool) -> None:
+def test_a_gpt_is_cut_at_every_block_and_computes_what_it_computed() -> None:
     torch.manual_seed(0)
-    original = GPT(WORDS, LENGTH, layers=3, heads=2, width=16, tied=tied)
-    assert (original.head.weight is original.tokens.weight) == tied
-    ties = untie(original)
-    assert ties == ((("tokens.weight", "head.weight"),) if tied else ())
+    original = GPT(WORDS, LENGTH, layers=3, heads=2, width=16)
+    assert original.head.weight is original.tokens.weight
+    assert untie(original) == (("tokens.weight", "head.weight"),)
     chain, note = cut(original, TOKENS)
     assert not note
     starts = [min(n for n, name in enumerate(chain.names) if name.startswith(f"blocks.{block}")) for block in range(3)]
     for start in starts:  # a single tensor enters each block
         assert [spec.shape for spec in chain.boundaries[start].tensors] == [(LENGTH, 16)]
     compare_with_model(original, chain, (tokens(),))
+    assert untie(GPT(WORDS, LENGTH, layers=1, heads=2, width=16, tied=False)) == ()
 
 
 def test_a_gpt_predicts_from_what_comes_before_and_takes_shorter_texts() -> None:
@@ -91,13 +88,10 @@ def test_a_gpt_begins_by_knowing_nothing() -> None:
     assert float(values["blocks.0.down.weight"].detach().std()) == pytest.approx(0.01, rel=0.05)
 
 
-@pytest.mark.parametrize("options", [{"heads": 3}, {"layers": 0}, {"depth": 2}])
-def test_options_that_do_not_fit_a_gpt_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match="model gpt cannot be built with options"):
-        build(ModelSpec(name="gpt", options=options), 0, LOGITS, TOKENS)
-
-
-def test_a_gpt_needs_tokens() -> None:
+def test_options_and_inputs_that_do_not_fit_a_gpt_are_refused() -> None:
+    for options in ({"heads": 3}, {"layers": 0}, {"depth": 2}):
+        with pytest.raises(ModelError, match="model gpt cannot be built with options"):
+            build(ModelSpec(name="gpt", options=options), 0, LOGITS, TOKENS)
     with pytest.raises(ModelError, match=r"gpt takes sequences of tokens.*\[1, 8, 8\]"):
         build(ModelSpec(name="gpt"), 0, 10, InputSpec.of((1, 8, 8)))
 
@@ -106,8 +100,7 @@ def outputs_for(name: str) -> OutputSpec:
     return OutputSpec.vector(3) if name.startswith("Bert") else LOGITS
 
 
-@pytest.mark.parametrize("input", [TOKENS, MASKED], ids=["ids", "ids and mask"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "input"), [("GPT2LMHeadModel", TOKENS), *((name, MASKED) for name in SMALL)])
 def test_models_of_transformers_are_cut_at_every_block(name: str, input: InputSpec) -> None:
     spec = ModelSpec(name=f"transformers:{name}", options=SMALL[name])
     model = build(spec, 0, outputs_for(name), input)
@@ -150,44 +143,33 @@ def test_a_mask_changes_what_later_stages_compute() -> None:
     assert not torch.allclose(whole(tokens(), left)["logits"][:, -1], whole(tokens(), mask())["logits"][:, -1])
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "problem"),
-    [
+def test_what_transformers_does_not_have_is_refused() -> None:
+    for name, options, problem in (
         ("GPT2LMHeadModl", {}, "did you mean 'GPT2LMHeadModel'"),
         ("GPT2LMHeadModel", {"n_layers": 3}, "GPT2Config has no option 'n_layers'; did you mean 'n_layer'"),
         ("pipeline", {}, "transformers has no model 'pipeline'"),
-    ],
-)
-def test_what_transformers_does_not_have_is_refused(name: str, options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ModelError, match=problem):
-        build(ModelSpec(name=f"transformers:{name}", options=options), 0, LOGITS, TOKENS)
+    ):
+        with pytest.raises(ModelError, match=problem):
+            build(ModelSpec(name=f"transformers:{name}", options=options), 0, LOGITS, TOKENS)
 
 
-def test_models_of_timm_are_known_by_name() -> None:
-    model = build(ModelSpec(name="timm:resnet10t"), 0, 5, InputSpec.of((3, 32, 32)))
-    assert model.chain.boundaries[-1].tensors[0].shape == (5,)
-    with pytest.raises(ModelError, match="timm has no model 'resnet10x'; did you mean"):
-        build(ModelSpec(name="timm:resnet10x"), 0, 5, InputSpec.of((3, 32, 32)))
-
-
-UNTRACEABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
-    "blocks": (models.Stubborn, (1, 8, 8), 6),
-    "a U-Net": (models.StubbornUNet, (1, 8, 8), 6),
-    "a shared block": (lambda: models.Stubborn(shared=True), (1, 8, 8), 2),
-    "in place": (models.StubbornInPlace, (1, 8, 8), 3),
+UNTRACEABLE: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "a U-Net": (models.StubbornUNet, 6),
+    "a shared block": (lambda: models.Stubborn(shared=True), 2),
+    "in place": (models.StubbornInPlace, 3),
 }
 
 
 @pytest.mark.parametrize("name", UNTRACEABLE)
 def test_a_model_that_cannot_be_traced_is_cut_by_its_modules(name: str) -> None:
-    constructor, shape, layers = UNTRACEABLE[name]
+    constructor, layers = UNTRACEABLE[name]
     torch.manual_seed(0)
     original = constructor()
-    chain, note = cut(original, InputSpec.of(shape))
+    chain, note = cut(original, InputSpec.of((1, 8, 8)))
     assert isinstance(chain, Structure)
     assert f"cut by its modules into {len(chain)} layers" in note
     assert len(chain) >= layers, chain.names
-    compare_with_model(original, chain, (torch.randn(2, *shape),))
+    compare_with_model(original, chain, (torch.randn(2, 1, 8, 8),))
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -203,7 +185,6 @@ def test_a_forward_whose_way_depends_on_the_data_is_noticed(direct: bool) -> Non
     ("name", "options"),
     [
         ("AlbertForSequenceClassification", {**SMALL["BertForSequenceClassification"], "embedding_size": 8}),
-        ("RobertaForMaskedLM", {**SMALL["BertForSequenceClassification"]}),
         (
             "T5EncoderModel",
             {"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
@@ -252,19 +233,3 @@ def test_slices_by_modules_hold_only_what_is_theirs_and_repeat() -> None:
     for stage in stages:
         values = values_of(stage.eval()(*values))
     torch.testing.assert_close(values[0], whole, rtol=0, atol=0)
-
-
-LIGHT = """
-import sys
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
-from horizonml.tasks.task import InputSpec
-
-build(ModelSpec(name="tests.models:StubbornUNet"), 0, 10, InputSpec.of((1, 8, 8))).stage(0, 2)
-print({"torch._dynamo", "transformers", "timm", "tokenizers"} & set(sys.modules))
-"""
-
-
-def test_cutting_by_modules_loads_nothing_heavy() -> None:
-    result = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "set()"
