@@ -38,16 +38,16 @@ class Points(Dataset[Any]):
 
 
 class Fatal(Points):
-    """Points of which all but the first end the process that loads them, or ask it for too much memory."""
+    """Points of which those after the 30th end the process that loads them, or ask it for too much memory."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if self.how == "memory" and index:
+        if self.how == "memory" and index > 30:
             raise MemoryError
-        if multiprocessing.parent_process() is not None:
+        if multiprocessing.parent_process() is not None and index > 30:
             os.kill(os.getpid(), signal.SIGSEGV)
         return super().__getitem__(index)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import threading
 from collections import deque
@@ -50,49 +49,63 @@ def ahead(
     return Ahead(batch, range(3 * sampler.steps_per_epoch), needs, workers, data.info, prefetch, memory)
 
 
-def read(batches: Ahead, count: int) -> None:
-    """Read the inputs of the first batches."""
-    for batch in itertools.islice(batches, count):
-        for start, stop in halves(batch.size).inputs:
-            batch.inputs(start, stop)
-
-
 def halves(size: int) -> NeededRows:
     """The rows of a rank with both ends of the model, in two micro-batches."""
     ranges = [(start, stop) for start, stop in ((0, size // 2), (size // 2, size)) if stop > start]
     return NeededRows(ranges, ranges)
 
 
-@pytest.mark.parametrize("noise", [0.0, 1.0], ids=["fixed", "random"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_the_same_whoever_loads_them(kind: str, noise: float) -> None:
-    if noise and kind == "threads":
-        with pytest.raises(DataError, match="draws random numbers, which threads share"):
-            workers_for(*opened(options={"noise": noise}, **KINDS[kind]), Path("unused"), True, True)
-        return
-    spec, data = opened(options={"noise": noise}, **KINDS[kind])
+def own_workers() -> list[psutil.Process]:
+    """Return the processes that load samples for this one, and those that other tests use as ranks."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(child.cmdline())
+    ]
+
+
+@pytest.mark.parametrize(("kind", "noise"), [("here", 1.0), ("threads", 0.0), ("processes", 1.0)])
+def test_rows_are_the_same_whoever_loads_them_and_workers_end_with_the_run(kind: str, noise: float) -> None:
+    """Sample 17 can be read by nobody, which reaches who asks for it."""
+    before = threading.active_count(), own_workers()
+    spec, data = opened(options={"noise": noise, "broken": [17]}, **KINDS[kind])
     workers = workers_for(spec, data, Path("unused"), True, True)
     batches = ahead(data, workers, halves)
     assert len(batches) == 12
+    (place,) = (data.train._members == 17).nonzero().flatten().tolist()
+    told = 0
     for number in range(12):
         plain, found = batches._batches(number), batches.take(number)
         assert isinstance(found, LoadedBatch)
         assert found.waits is (kind != "here")
         for start, stop in halves(plain.size).inputs:
+            if place in plain.indices[start:stop]:
+                told += 1
+                with pytest.raises(DataError, match=r"sample 17 cannot be read: .*\.py:\d+: ValueError: the disk lost"):
+                    found.inputs(start, stop)
+                continue
             assert torch.equal(found.inputs(start, stop), plain.inputs(start, stop))
             assert torch.equal(found.targets(start, stop), plain.targets(start, stop))
-        # Rows that nobody has announced are read when they are asked for.
-        assert torch.equal(found.inputs(0, plain.size), plain.inputs(0, plain.size))
+        if place not in plain.indices:  # rows that nobody has announced are read when they are asked for
+            assert torch.equal(found.inputs(0, plain.size), plain.inputs(0, plain.size))
+    assert told == 3  # epochs
+    assert (own_workers() != before[1]) == (kind == "processes")
     batches.close()
     workers.close()
+    assert (threading.active_count(), own_workers()) == before
 
 
-def test_each_sample_is_read_once_for_inputs_and_targets(tmp_path: Path) -> None:
-    for fields in ({"workers": 0}, {"workers": 2}):
-        marks = tmp_path / f"marks-{fields['workers']}"
-        spec, data = opened(options={"marks": str(marks)}, **fields)
+def test_threads_do_not_share_random_numbers() -> None:
+    with pytest.raises(DataError, match="draws random numbers, which threads share"):
+        workers_for(*opened(options={"noise": 1.0}, **KINDS["threads"]), Path("unused"), True, True)
+
+
+def test_each_sample_is_read_once_and_only_where_it_is_needed(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    for count in (0, 2):
+        spec, data = opened(options={"marks": str(marks)}, workers=count)
         workers = workers_for(spec, data, Path("unused"), True, True)
-        assert workers.count == fields["workers"]
+        assert workers.count == count
         marks.write_text("")
         batches = ahead(data, workers, halves, prefetch=1)
         for number in range(4):
@@ -105,17 +118,11 @@ def test_each_sample_is_read_once_for_inputs_and_targets(tmp_path: Path) -> None
         first_epoch = marks.read_text().split()
         assert len(set(first_epoch)) == 49
         assert 49 <= len(first_epoch) <= 49 + 16  # and perhaps a batch of the next epoch
-
-
-def test_a_rank_loads_only_the_rows_that_it_needs(tmp_path: Path) -> None:
-    marks = tmp_path / "marks"
-    spec, data = opened(options={"marks": str(marks)}, workers=2)
     workers = workers_for(spec, data, Path("unused"), True, False)
     batches = ahead(data, workers, lambda size: NeededRows([(0, min(3, size))]), prefetch=3)
     marks.write_text("")
-    taken = [batches.take(number) for number in range(3)]
-    for batch in taken[2:]:
-        batch.inputs(0, 3)
+    batches.take(0)
+    batches.take(1).inputs(0, 3)
     workers.close()
     firsts = [data.train._members[batches._batches(number).indices[:3]].tolist() for number in range(6)]
     assert set(map(int, marks.read_text().split())) <= {index for some in firsts for index in some}
@@ -142,43 +149,6 @@ def test_no_more_is_loaded_ahead_than_fits_and_is_asked_for() -> None:
     workers.close()
 
 
-def test_a_problem_in_a_worker_reaches_who_asks_for_the_rows() -> None:
-    for kind in KINDS:
-        spec, data = opened(options={"broken": [17]}, **KINDS[kind])
-        workers = workers_for(spec, data, Path("unused"), True, True)
-        batches = ahead(data, workers, halves)
-        with pytest.raises(DataError, match=r"sample 17 cannot be read: .*datasets\.py:\d+: ValueError: the disk lost"):
-            read(batches, 4)
-        batches.close()
-        workers.close()
-
-
-def test_workers_end_with_who_started_them() -> None:
-    before = threading.active_count(), len(psutil.Process().children())
-    spec, data = opened(workers=2, worker_kind="processes")
-    processes = workers_for(spec, data, Path("unused"), True, True)
-    assert isinstance(processes, Processes)
-    batches = ahead(data, processes, halves)
-    batches.take(0).inputs(0, 8)
-    assert len(psutil.Process().children()) > before[1]
-    processes.close()
-    threads = Threads(3)
-    ahead(data, threads, halves).take(0).inputs(0, 8)
-    threads.close()
-    gone = [child for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())]
-    assert threading.active_count() == before[0]
-    assert len(gone) <= before[1]
-
-
-def own_workers() -> list[psutil.Process]:
-    """Return the processes that load samples for this one, and those that other tests use as ranks."""
-    return [
-        child
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(child.cmdline())
-    ]
-
-
 def test_a_worker_process_that_is_killed_is_told_and_the_others_end() -> None:
     spec, data = opened(workers=2, worker_kind="processes")
     before = own_workers()
@@ -198,27 +168,23 @@ def test_a_worker_process_that_is_killed_is_told_and_the_others_end() -> None:
     assert own_workers() == before
 
 
-def test_worker_processes_load_other_parts_for_the_next_group() -> None:
-    spec, data = opened(workers=1, worker_kind="processes")
+def test_worker_processes_load_other_parts_for_the_next_group_and_a_crash_is_told_as_one() -> None:
+    fields = {"name": "tests.datasets:Fatal", "options": {"how": "segfault"}, "workers": 1, "worker_kind": "processes"}
+    spec, data = opened(**fields)
     workers = workers_for(spec, data, Path("unused"), True, False)
     assert isinstance(workers, Processes)
-    batch, before = data.batch(True, torch.arange(4)), own_workers()
+    late = (data.train._members > 30).int()
+    batch, before = data.batch(True, late.argsort()), own_workers()
     assert workers.read(batch, 0, 4, True, False).rows().targets is None
     started = own_workers()
-    _, again = opened(workers=1, worker_kind="processes")
+    _, again = opened(**fields)
     assert workers.goes_on(spec, again, Path("unused"))
-    found = workers.read(again.batch(True, torch.arange(4)), 0, 4, True, True).rows()
+    found = workers.read(again.batch(True, batch.indices), 0, 4, True, True).rows()
     assert torch.equal(found.targets, batch.targets(0, 4))  # type: ignore[arg-type]
     assert own_workers() == started != before
-    assert not workers.goes_on(spec.model_copy(update={"options": {"noise": 1.0}}), again, Path("unused"))
-    workers.close()
-
-
-def test_a_worker_process_that_crashes_is_not_said_to_lack_memory() -> None:
-    spec, data = opened(name="tests.datasets:Fatal", options={"how": "segfault"}, workers=1, worker_kind="processes")
-    workers = workers_for(spec, data, Path("unused"), True, True)
+    assert not workers.goes_on(spec.model_copy(update={"options": {"how": "memory"}}), again, Path("unused"))
     with pytest.raises(DataError, match=r"has crashed \(SIGSEGV\) in code that the data set calls"):
-        workers.read(data.batch(True, torch.arange(1, 3)), 0, 2, True, True).rows()
+        workers.read(again.batch(True, batch.indices), 40, 49, True, True).rows()
     workers.close()
 
 
