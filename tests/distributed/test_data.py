@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import signal
-from collections.abc import Callable
+import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from horizonml.data.choose import load
 from horizonml.data.dataset import Data, stand_ins
 from horizonml.data.sampler import Sampler
 from horizonml.data.stream import write_index
+from horizonml.data.workers import workers_for
+from horizonml.errors import DataError, PeerLost
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
@@ -33,11 +37,12 @@ from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
 from tests.datasets import Points
 from tests.distributed.pool import Pool
-from tests.distributed.processes import horizonml, ours, rank_process, steps, wait_for
+from tests.distributed.processes import wait_for
 from tests.distributed.sessions import session_for, state_of
 from tests.distributed.truth import distance
 from tests.programs import need_package
 from tests.records import run_info
+from tests.unit.test_data_loading import opened, own_workers
 from tests.unit.test_data_stream import write_shard
 from tests.web import served
 
@@ -46,10 +51,9 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp, shares 3:1": (2, {"stages": [{"ranks": [0, 1], "shares": [3, 1], "layers": [0, 4]}]}),
     "pipeline": (3, {"stages": PIPELINE}),
 }
-DATA: dict[str, dict[str, Any]] = {
-    "threads": {"options": {}, "workers": 2},
-    "random, processes": {"options": {"noise": 0.5}, "workers": 1},
-    "skipped": {"options": {"broken": [3, 4, 50]}, "workers": 2, "corrupt": "skip"},
+DATA: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "random, processes": ({"options": {"noise": 0.5}, "workers": 1}, ["ddp, shares 3:1"]),
+    "skipped, threads": ({"options": {"broken": [3, 4, 50]}, "workers": 2, "corrupt": "skip"}, [*PLANS]),
 }
 
 
@@ -105,15 +109,17 @@ def by_hand(data: Data, job: Job) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", DATA)
 def test_every_plan_trains_on_a_data_set_of_ones_own_as_one_process_does(pool: Pool, tmp_path: Path, kind: str) -> None:
-    one = job(tmp_path, {**DATA[kind], "workers": 0}, {"strategy": "single", "workers": 1})
+    own, plans = DATA[kind]
+    one = job(tmp_path, {**own, "workers": 0}, {"strategy": "single", "workers": 1})
     ((expected, reached),) = pool.run(1, run, one)
     if kind != "random, processes":
         info = describe_data(one, Group(None, 0, 1, 1.0))
         truth = by_hand(load(one.data, info, Path("unused")), one)
         assert all(distance(expected[key], value) < 1e-5 for key, value in truth.items())
-    for name, (ranks, parallel) in PLANS.items():
+    for name in plans:
+        ranks, parallel = PLANS[name]
         seen = set()
-        for state, metrics in pool.run(ranks, run, job(tmp_path, DATA[kind], parallel)):
+        for state, metrics in pool.run(ranks, run, job(tmp_path, own, parallel)):
             assert metrics == pytest.approx(reached, rel=1e-4), name
             for key, value in state.items():
                 if key.startswith("model/"):
@@ -128,7 +134,7 @@ def test_every_plan_trains_on_a_data_set_of_ones_own_as_one_process_does(pool: P
             assert all((line["load"] > 0) == (reads and line["samples"] > 0) for line in records)
             assert all(line["load"] <= line["wait"] for line in records)
             # Two of the three are in the training part, in two epochs.
-            assert sum(line["skipped"] for line in records) == (4 if kind == "skipped" else 0)
+            assert sum(line["skipped"] for line in records) == (4 if kind == "skipped, threads" else 0)
 
 
 def stream_of(folder: Path, path: str | Path, parallel: dict[str, Any]) -> Job:
@@ -171,59 +177,38 @@ def test_three_ranks_train_on_a_stream_over_http_as_one_does_on_its_folder(pool:
     )
 
 
-MINE = """
-import torch
-from torch.utils.data import Dataset
+def fail(rank: int, world_size: int, store: Store, job: Job) -> str:
+    try:
+        return str(run(rank, world_size, store, job))
+    except (DataError, PeerLost) as error:
+        return f"{type(error).__name__}: {error}"
 
 
-class Mine(Dataset):
-    def __init__(self, noise=0.0, broken=-1):
-        self.noise, self.broken = noise, broken
-
-    def __len__(self):
-        return 4000
-
-    def __getitem__(self, index):
-        if index == self.broken:
-            raise OSError("bad sector")
-        point = torch.full((5,), index / 4000)
-        return point + self.noise * torch.randn(5), point[:2]
+def test_a_sample_that_cannot_be_read_ends_all_ranks_and_is_named(pool: Pool, tmp_path: Path) -> None:
+    ranks, parallel = PLANS["pipeline"]
+    first, *others = pool.run(ranks, fail, job(tmp_path, {"options": {"broken": [7]}, "workers": 1}, parallel))
+    assert first.startswith("DataError: data.name: tests.datasets:Points: sample 7 cannot be read:")
+    assert "ValueError: the disk lost point 7" in first
+    assert all("sample 7 cannot be read" in other or "closed its connection" in other for other in others)
 
 
-def model(num_outputs: int) -> torch.nn.Sequential:
-    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, num_outputs))
-"""
+def hold_workers(connection: Connection) -> None:
+    """Begin a process that loads samples, tell its number, and never end."""
+    spec, data = opened(options={"noise": 0.5}, workers=1)
+    workers = workers_for(spec, data, Path("unused"), True, True)
+    workers.read(data.batch(True, torch.arange(4)), 0, 4, True, True).rows()
+    connection.send([worker.pid for worker in own_workers()])
+    threading.Event().wait()
 
 
-def write_job(folder: Path, options: str, epochs: int) -> None:
-    (folder / "mine.py").write_text(MINE)
-    (folder / "mine.yaml").write_text(f"""
-name: test
-epochs: {epochs}
-model: {{name: "mine:model"}}
-data: {{name: "mine:Mine", options: {options}, workers: 1}}
-parallel: {{strategy: pipeline, workers: 2}}
-""")
-
-
-def test_a_sample_that_cannot_be_read_ends_all_ranks_with_its_name(folder: Path) -> None:
-    write_job(folder, "{broken: 1234}", 2)
-    done = horizonml(folder, "train", "mine.yaml", "--set", "data.holdout=0.001")
-    assert done.returncode == 1
-    assert "data.name: mine:Mine: sample 1234 cannot be read:" in done.stderr
-    assert "mine.py:15: OSError: bad sector" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_worker_processes_end_with_their_rank_and_with_the_run(folder: Path, start: Callable[..., Any]) -> None:
-    write_job(folder, "{noise: 0.1}", 1000)
-    launcher = start("train", "mine.yaml")
-    wait_for(lambda: steps(folder, 0) > 3 and steps(folder, 1) > 3, "training begins")
-    rank = rank_process(folder, 0)
-    own = [child for child in rank.children() if "spawn_main" in " ".join(child.cmdline())]
-    assert own, "the rank that reads inputs has no worker processes"
+def test_worker_processes_end_with_a_rank_that_is_killed(pool: Pool) -> None:
+    context = multiprocessing.get_context("forkserver")  # of the pool, which has torch loaded
+    ours, theirs = context.Pipe()
+    rank = context.Process(target=hold_workers, args=(theirs,))
+    rank.start()
+    assert ours.poll(60)
+    workers = [psutil.Process(number) for number in ours.recv()]
+    assert workers
     rank.kill()
-    wait_for(lambda: not any(child.is_running() and child.status() != "zombie" for child in own), "they end with it")
-    launcher.send_signal(signal.SIGINT)
-    launcher.wait(60)
-    wait_for(lambda: ours(folder) == [], "the end of all that was started", 10)  # workers end after their rank
+    rank.join()
+    wait_for(lambda: not any(one.is_running() and one.status() != "zombie" for one in workers), "they end with it", 20)
