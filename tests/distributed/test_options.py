@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import command
 from tests.distributed.processes import horizonml
 
 JOB = """
@@ -70,18 +71,6 @@ def test_several_seeds_are_trained_and_compared(here: Path) -> None:
     assert found["held_out_loss"]["deviation"] == pytest.approx(abs(losses[0] - losses[1]) / 2**0.5)
     assert f"{sum(losses) / 2:.4f}" in result.stdout
     assert "seed 3" in result.stdout
-    again = horizonml(here, "train", "job.yaml", "--seeds", "0,3")
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.count("is trained to the end already") == 2
-    assert last_losses(here) == losses
-
-
-@pytest.mark.parametrize("seeds", ["0,x", "", "1,1", "-1"])
-def test_seeds_that_are_no_list_of_numbers_are_refused(here: Path, seeds: str) -> None:
-    result = horizonml(here, "train", "job.yaml", f"--seeds={seeds}")
-    assert result.returncode == 2
-    assert "is not a list of different seeds, for example 0,1,2" in result.stderr
-    assert not (here / "runs").exists()
 
 
 OWN = ("--set", "task={name: 'my_task:Margin', options: {margin: 0.5}}", "--set", "parallel.strategy=pipeline")
@@ -98,14 +87,6 @@ def test_a_task_of_ones_own_is_trained_from_a_job_file(here: Path) -> None:
     assert [line["step"] for line in evaluations] == [4, 8]
     assert all({"accuracy", "margin"} <= line.keys() for line in evaluations)
     assert all(line["gradient_norm"] > 0 for line in lines if line["kind"] == "step")
-    exported = horizonml(here, "export", "--best", "--average", "runs/test", "model.pt")
+    exported = command(here, "export", "--best", "--average", "runs/test", "model.pt")
     assert exported.returncode == 0, exported.stderr
     assert (here / "model.pt").exists()
-
-
-def test_what_a_task_of_ones_own_does_wrong_is_told_without_a_traceback(here: Path) -> None:
-    (here / "my_task.py").write_text(TASK.replace(", (best[:, 0] - best[:, 1]).sum(dtype=torch.float64)", ""))
-    result = horizonml(here, "train", "job.yaml", *OWN, "--workers", "2")
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "judge returned a float64 tensor of shape [1]; return the sum of each of the 2 metrics" in result.stderr
-    assert "Traceback" not in result.stdout + result.stderr
