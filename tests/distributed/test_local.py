@@ -95,21 +95,19 @@ def model_of(case: Case) -> Any:
 @pytest.mark.parametrize(
     ("members", "micros", "model"),
     [
-        (((1.0, 1.0),), 1, "plain"),
-        (((1.0,) * 4,), 1, "normed"),
-        (((1.0,) * 3,), 3, "plain"),
+        (((1.0,) * 3,), 1, "normed"),
         (((1.0, 1.0), (1.0, 1.0)), 3, "plain"),
     ],
-    ids=["ddp 2", "ddp 4, normed", "ddp 3 in micro-batches", "2 replicas of a pipeline"],
+    ids=["ddp 3, normed", "2 replicas of a pipeline, in micro-batches"],
 )
 def test_averaging_after_every_step_equals_sums_of_gradients(
     pool: Pool, members: tuple[tuple[float, ...], ...], micros: int, model: str
 ) -> None:
     case = Case("exact", members, micros, model=model, optimizer=PLAIN)
     locally = Locally("local", members, micros, model=model, optimizer=PLAIN, local=AVERAGING)
-    exact = pool.run(case.world_size, train, case, 6)
-    for (expected, _), (state, reports) in zip(exact, pool.run(case.world_size, train, locally, 6), strict=True):
-        assert [report.local_steps for report in reports] == [1] * 6
+    exact = pool.run(case.world_size, train, case, 3)
+    for (expected, _), (state, reports) in zip(exact, pool.run(case.world_size, train, locally, 3), strict=True):
+        assert [report.local_steps for report in reports] == [1] * 3
         for key in expected:
             if key.startswith("model/"):
                 assert distance(state[key], expected[key]) < 1e-5, key
@@ -133,29 +131,19 @@ def synchronise(
     return state, reports, sent
 
 
-FORMATS = [
-    Local(4, **DILOCO),
-    Local(4, format="int4", **DILOCO),
-    Local(4, format="topk", **DILOCO),
-    Local(6, fragments=3, **DILOCO),
-    Local(6, fragments=2, delay=2, format="int4", **DILOCO),
-    Local(8, fragments=2, delay=1, **DILOCO),
-]
-
-
 @pytest.mark.parametrize(
     ("local", "model"),
     [
-        *((local, ("normed", "LanguageModel", "frozen")[number % 3]) for number, local in enumerate(FORMATS)),
-        (FORMATS[4], "normed"),
-        (FORMATS[0], "LanguageModel"),
-        (FORMATS[2], "normed"),
+        (Local(4, format="int4", **DILOCO), "LanguageModel"),
+        (Local(4, format="topk", **DILOCO), "frozen"),
+        (Local(6, fragments=2, delay=2, format="int4", **DILOCO), "normed"),
+        (Local(8, fragments=2, delay=1, **DILOCO), "plain"),
     ],
     ids=lambda value: value.describe() if isinstance(value, Local) else value,
 )
 def test_members_hold_the_same_bits_after_a_synchronisation(pool: Pool, local: Local, model: str) -> None:
     case = Locally("three", ((1.0, 2.0, 1.0),), local=local, model=model, optimizer=Adam(name="adamw", clip_norm=0.5))
-    results = pool.run(3, synchronise, case, 14, Ema(decay=0.9))
+    results = pool.run(3, synchronise, case, 9, Ema(decay=0.9))
     first = results[0][0]
     assert all(report.gradient_norm is not None for report in results[1][1])
     common = [key for key in first if key.startswith("model/") or key.endswith(("outer_momentum", "average"))]
@@ -268,10 +256,9 @@ def test_a_replica_that_diverges_is_named_and_nobody_keeps_its_parameters(pool: 
 
 def test_an_outer_gradient_that_is_not_finite_is_refused_on_all_ranks(pool: Pool) -> None:
     for local in (Local(4), Local(4, format="int4"), Local(4, format="topk")):
-        case = Locally("three", ((1.0,) * 3,), local=local)
-        for error, same, step in pool.run(3, diverging, case, 2, 7):
+        for error, same, step in pool.run(2, diverging, two(local), 1, 7):
             assert error.startswith("Diverged: step 8: the outer gradient is not finite (the parameters or the loss of")
-            assert "of rank 2 are not). Parameters are as they were after step 4" in error
+            assert "of rank 1 are not). Parameters are as they were after step 4" in error
             assert (same, step) == (True, 4)
 
 
@@ -309,7 +296,7 @@ def test_survivors_go_on_from_what_all_agreed_on_last(pool: Pool) -> None:
     assert len(kept) == 3
     for state in kept[1:]:
         assert all(torch.equal(state[key], kept[0][key]) for key in state if key.startswith("model/"))
-    again = [state for state in pool.run(4, interrupted, case, 4, 3) if state]
+    again = [state for state in pool.run(4, interrupted, case, 4, 3) if state]  # without the two steps that were lost
     assert all(torch.equal(kept[0][key], again[0][key]) for key in kept[0]), "two lost steps have left something"
 
 
