@@ -111,6 +111,7 @@ def test_the_best_checkpoint_of_an_interrupted_run_is_that_of_an_uninterrupted_o
     kind = Kind("hybrid 2+1", 3, HYBRID3)
     changes = {
         **EVERY,
+        "epochs": 2,
         "optimizer": {"lr": 0.1, "momentum": 0.9, "clip_norm": 0.2},
         "ema": {"decay": 0.8},
         "checkpoint": {"keep": 1, "keep_best": "held_out_accuracy"},
@@ -152,7 +153,7 @@ def on_a_slow_disk(rank: int, world_size: int, store: Store, job: Job) -> str:
     durable = os.fsync
 
     def fsync(descriptor: int) -> None:
-        time.sleep(0.2)
+        time.sleep(0.05)
         durable(descriptor)
 
     os.fsync = fsync  # type: ignore[assignment]

@@ -146,16 +146,6 @@ def test_a_folder_that_is_exchanged_after_the_look(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "digits" / "rank-0.jsonl").exists()
 
 
-def test_a_run_is_still_moved(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        place = RunFolder(tmp_path / "digits", 0, "digits", False)
-        (tmp_path / "digits" / "rank-0.jsonl").write_text(name)
-        assert place.set_aside() is None
-        place._lock.release()
-    assert (tmp_path / "digits.previous" / "rank-0.jsonl").read_text() == "second"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["digits", "digits.previous"]
-
-
 @pytest.mark.parametrize(
     "name",
     ["..", ".", "../x", "/etc", "a/b", "a\\b", "", "a\n", "a\x00", "~", "-rf", ".ssh", "a" * 64, "é", "a b", "$HOME"],

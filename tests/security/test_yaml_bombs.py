@@ -67,13 +67,13 @@ def test_any_text_is_read_or_refused_in_our_own_words(text: str) -> None:
         parse(text, "job.yaml")
 
 
-@pytest.mark.parametrize("at", range(0, 90, 3))
-def test_a_job_file_with_any_byte_changed_is_read_or_refused(tmp_path: Path, at: int) -> None:
+def test_a_job_file_with_any_byte_changed_is_read_or_refused(tmp_path: Path) -> None:
     good = b"name: x\nepochs: 3\nmodel: {name: digits_cnn, freeze: [a, b]}\ndata: {name: digits}\nbatch_size: 8\n" * 2
     file = tmp_path / "job.yaml"
-    for byte in (0, 10, 34, 38, 42, 58, 91, 123, 128, 255):
-        content = bytearray(good)
-        content[at % len(good)] = byte
-        file.write_bytes(content)
-        with suppress(JobError):
-            load(file)
+    for at in range(0, 90, 3):
+        for byte in (0, 10, 34, 38, 42, 58, 91, 123, 128, 255):
+            content = bytearray(good)
+            content[at % len(good)] = byte
+            file.write_bytes(content)
+            with suppress(JobError):
+                load(file)

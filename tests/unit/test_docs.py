@@ -21,27 +21,13 @@ from horizonml.job.jobfile import ready_jobs
 from horizonml.job.schema import Job
 from horizonml.planner.devices import Cluster
 from horizonml.telemetry.record import RECORDS
-from tests.docs import LANGUAGES, PAGES, ROOT, Block, blocks, commands, options_of, parse_horizonml, typed
+from tests.docs import LANGUAGES, PAGES, ROOT, blocks, commands, options_of, parse_horizonml, typed
 
-BLOCKS = [block for page in PAGES for block in blocks(page)]
-SHELL = [block for block in BLOCKS if block.language in ("sh", "console")]
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
 # Programs that blocks use and that are not checked further.
 PROGRAMS = {
-    "cat",
-    "cd",
-    "curl",
-    "docker",
-    "echo",
-    "export",
-    "kubectl",
-    "pip",
-    "python3",
-    "scp",
-    "source",
-    "ssh",
-    "sudo",
-}
+    "cat", "cd", "curl", "docker", "echo", "export", "kubectl", "pip", "python3", "scp", "source", "ssh", "sudo",
+}  # fmt: skip
 # What a block may use that is run on a bare machine, by whoever runs the tests.
 HARMLESS = {"cd", "echo", "horizonml", "source"}
 # Launchers: what they start is checked as a command of its own.
@@ -64,19 +50,23 @@ def name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+def test_what_a_page_names_is_there(page: Path) -> None:
+    check_links(page)
+    check_blocks(page)
+    check_sentences(page)
+
+
+def check_links(page: Path) -> None:
+    """Fail unless links, and paths of the repository, lead somewhere."""
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")
         file = page.parent / path if path else page
         assert file.exists(), f"{target} is not there"
         assert not anchor or anchor in anchors(file), f"{target}: no such heading"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_paths_exist(page: Path) -> None:
-    for path in sorted(set(PATH.findall(page.read_text())) - NO_PATHS):
+    for path in sorted(set(PATH.findall(text)) - NO_PATHS):
         assert any(any(folder.glob(path.rstrip("/"))) for folder in (ROOT, page.parent)), f"{path} is not there"
 
 
@@ -101,38 +91,28 @@ def test_every_page_is_in_the_navigation() -> None:
         assert f": {page.name}\n" in site, f"{page.name} is missing in mkdocs.yml"
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_blocks_have_a_language_that_is_checked(block: Block) -> None:
-    assert block.language in LANGUAGES
+def check_blocks(page: Path) -> None:
+    """Fail unless files in blocks are valid, and their commands exist and do no harm where they are run."""
+    for block in blocks(page):
+        assert block.language in LANGUAGES, block
+        if block.language == "yaml":
+            values = yaml.safe_load(block.text)
+            (Cluster if "devices" in values else Job).model_validate(values)
+        elif block.language == "python":
+            imports = [node for node in ast.parse(block.text).body if isinstance(node, ast.Import | ast.ImportFrom)]
+            exec(compile(ast.Module(imports, []), str(block), "exec"), {})
+        elif block.language in ("sh", "console"):
+            for words in commands(typed(block)):
+                check(words)
+                harmless = block.needs or words[0] in HARMLESS or words == ["make", "help"]
+                assert harmless, f"{block}: {words}: say with a comment what this needs"
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
-def test_job_files_and_files_of_devices_are_valid(block: Block) -> None:
-    values = yaml.safe_load(block.text)
-    schema = Cluster if "devices" in values else Job
-    schema.model_validate(values)
-
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
-def test_python_is_valid_and_imports_what_there_is(block: Block) -> None:
-    tree = ast.parse(block.text)
-    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    exec(compile(ast.Module(imports, []), str(block), "exec"), {})
-
-
-@pytest.mark.parametrize("block", SHELL, ids=str)
-def test_commands_exist(block: Block) -> None:
-    text = typed(block)
-    syntax = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+def test_scripts_have_the_syntax_of_a_shell() -> None:
+    texts = [typed(block) for page in PAGES for block in blocks(page) if block.language in ("sh", "console")]
+    script = "".join(f"f{number}() {{\n{text}\n}}\n" for number, text in enumerate(texts))
+    syntax = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
     assert syntax.returncode == 0, syntax.stderr
-    for words in commands(text):
-        check(words)
-
-
-@pytest.mark.parametrize("block", [block for block in SHELL if not block.needs], ids=str)
-def test_blocks_that_are_run_do_no_harm(block: Block) -> None:
-    for words in commands(typed(block)):
-        assert words[0] in HARMLESS or words == ["make", "help"], f"{words}: say with a comment what this needs"
 
 
 def check(words: list[str]) -> None:
@@ -159,8 +139,8 @@ def check(words: list[str]) -> None:
         assert program in PROGRAMS, f"{program} is a program that this test does not know"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_commands_within_sentences_exist(page: Path) -> None:
+def check_sentences(page: Path) -> None:
+    """Fail unless commands within sentences exist, with their options."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
     for command in re.findall(r"`((?:horizonml|make) [^`]+)`", text):
         program, *arguments = next(commands(" ".join(command.replace("[", " ").replace("]", " ").split())))

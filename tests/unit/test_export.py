@@ -22,7 +22,7 @@ from torch import nn
 
 from horizonml.api.exports import graphs
 from horizonml.api.exports.export import Exported, export
-from horizonml.api.exports.formats import ComparedSamples, ExportFormat, check_weights, compare, find_samples, noise
+from horizonml.api.exports.formats import ComparedSamples, ExportFormat, check_weights, compare, noise
 from horizonml.api.exports.trained import Trained, load_trained
 from horizonml.data.dataset import DataInfo
 from horizonml.data.tensors import TensorSpec
@@ -158,7 +158,7 @@ for name in ("model.pt", "model.safetensors"):
 
 
 def test_a_model_is_never_in_memory_twice(tmp_path: Path) -> None:
-    size = 192 << 20
+    size = 96 << 20
     stages = [{f"model/{number}": torch.ones(size // 16)} for number in range(4)]  # 4 bytes each
     checkpoint(tmp_path / "run", *stages)
     checkpoint(tmp_path / "small", {"model/0": torch.ones(1)})
@@ -189,41 +189,6 @@ def test_what_the_card_says_loads_the_model(made: Made, tmp_path: Path, monkeypa
         inputs = torch.as_tensor(found["input"])
         assert outputs.shape == (len(inputs), 10)
         assert difference(outputs, made.model(inputs)) < 1e-4
-
-
-def test_an_onnx_file_has_named_inputs_a_free_batch_and_the_weights(made: Made) -> None:
-    graph = onnx.load(made.folder / "model.onnx").graph
-    (taken,), (returned,) = graph.input, graph.output
-    assert (taken.name, returned.name) == ("input", "output")
-    shape = [dim.dim_param or dim.dim_value for dim in taken.type.tensor_type.shape.dim]
-    assert shape == ["batch", 1, 8, 8]
-    assert len(graph.initializer) > 0
-
-
-def trained_of(path: Path) -> tuple[Trained, ComparedSamples]:
-    trained = load_trained(path)
-    return trained, find_samples(trained.job.data, trained.info, 6, path)
-
-
-def test_a_tampered_onnx_file_is_refused(made: Made, tmp_path: Path) -> None:
-    trained, samples = trained_of(made.path)
-    assert graphs.verify(ExportFormat.ONNX, trained, samples, made.folder / "model.onnx").difference < 1e-4
-    graph = onnx.load(made.folder / "model.onnx")
-    weights = max(graph.graph.initializer, key=lambda one: len(one.raw_data))
-    values = onnx.numpy_helper.to_array(weights) * 1.01
-    weights.CopyFrom(onnx.numpy_helper.from_array(values.astype("float32"), weights.name))
-    onnx.save(graph, tmp_path / "model.onnx")
-    with pytest.raises(
-        ExportError, match=r"on 6 held-out samples of digits, the output differs from the model's, larg"
-    ):
-        graphs.verify(ExportFormat.ONNX, trained, samples, tmp_path / "model.onnx")
-
-
-def test_an_archive_of_another_model_is_refused(made: Made, tmp_path: Path) -> None:
-    trained, samples = trained_of(checkpoint_of(tmp_path / "other", job(seed="1"))[0])
-    assert graphs.verify(ExportFormat.TORCH_EXPORT, trained_of(made.path)[0], samples, made.folder / "model.pt2")
-    with pytest.raises(ExportError, match="the output differs from the model's"):
-        graphs.verify(ExportFormat.TORCH_EXPORT, trained, samples, made.folder / "model.pt2")
 
 
 def test_a_file_that_fails_the_verification_is_not_kept(tmp_path: Path) -> None:

@@ -220,14 +220,6 @@ def test_few_commands_are_listed_and_each_in_a_group(tmp_path: Path) -> None:
     assert len(listed) <= 16
 
 
-def test_help_shows_no_types_of_flags(tmp_path: Path) -> None:
-    for arguments in (["train"], ["plan"], ["bench", "compare"], ["rendezvous"], ["cluster", "submit"]):
-        shown = command(tmp_path, *arguments, "--help").stdout
-        assert "--help" in shown
-        assert not re.search(r"<\w", shown)
-        assert max(map(len, shown.splitlines())) <= 80
-
-
 def test_arm_boards_get_no_release_of_pytorch_that_ends_with_an_illegal_instruction() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [one for one in map(Requirement, project["dependencies"]) if one.name == "torch"]

@@ -24,33 +24,22 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def laughs(levels: int) -> str:
-    lines = (f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, levels))
-    return "\n".join(["a0: &a0 [x]", *lines])
-
-
-BOMBS = {
-    "billion laughs": (laughs(12), "more than 100,000 values once aliases are written out"),
-    "an alias of itself": ("a: &a [*a]", "more than 100,000 values"),
-    "deep brackets": ("[" * 20_000, "more than 40 levels deep"),
-    "deep mappings": ("\n".join(" " * level + "a:" for level in range(100)), "more than 40 levels deep"),
-    "deep aliases": ("a0: &a0 [x]\n" + "\n".join(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 99)), "levels deep"),
-    "a long number": ("epochs: " + "9" * 5000, "not YAML"),
-    "a control character": ("epochs: \0", "not YAML"),
-    "a wrong tag": ("epochs: !!float ''", "not YAML"),
-    "not JSON's types": ("epochs: !!set {a}", "could not determine a constructor"),
-    "code": ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
-    "two documents": ("a: 1\n---\nb: 1", "found another document"),
+NOT_OURS = {
+    "epochs: \0": "not YAML",  # a control character
+    "epochs: !!float ''": "not YAML",
+    "epochs: !!set {a}": "could not determine a constructor",
+    "a: 1\n---\nb: 1": "found another document",
+    "a0: &a0 [x]\n" + "\n".join(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 45)): "more than 40 levels deep",
 }
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_hostile_yaml_is_refused_by_every_reader(tmp_path: Path, bomb: str, reader: str) -> None:
-    text, words = BOMBS[bomb]
-    (tmp_path / "file.yaml").write_text(text)
-    with pytest.raises(JobError, match=words):
-        READERS[reader](tmp_path / "file.yaml")
+def test_yaml_that_is_not_of_json_s_types_is_refused(tmp_path: Path, reader: str) -> None:
+    """Bombs are in tests/security/test_yaml_bombs.py."""
+    for text, words in NOT_OURS.items():
+        (tmp_path / "file.yaml").write_text(text)
+        with pytest.raises(JobError, match=words):
+            READERS[reader](tmp_path / "file.yaml")
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,19 +29,6 @@ def test_recoveries_are_recorded_counted_and_read_back(tmp_path: Path) -> None:
     now = values(metrics)
     assert now["horizonml_recovery_seconds_count{source=replica}"] == 1
     assert now["horizonml_steps_repeated_total"] == now["horizonml_checkpoints_skipped_total"] == 1
-
-
-def test_recoveries_of_earlier_attempts_are_kept(tmp_path: Path) -> None:
-    for generation, source in ((2, StateSource.MEMORY), (3, StateSource.DISK)):
-        recorder = Recorder(tmp_path / "rank-1.jsonl", Silent(), replace(INFO, generation=generation), 0)
-        recorder.step(STEP, generation, 1, 64, 0.1)
-        recorder.recovery(generation, [2], 5.1, 0.5, 0, source)
-        recorder.close("failed")
-    found = load_run("x", tmp_path).lead.recoveries
-    assert [(one.generation, one.source, one.silent_seconds) for one in found] == [
-        (2, StateSource.MEMORY, 5.1),
-        (3, StateSource.DISK, 5.1),
-    ]
 
 
 def test_the_lifeline_follows_the_steps_that_are_recorded(tmp_path: Path) -> None:

@@ -7,11 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
-from benchmarks import hetero
 from horizonml.errors import HorizonError
-from horizonml.report import charts, run_plots
+from horizonml.report import run_plots
 from horizonml.report.bench import batch_size, compare, scaling
 from horizonml.report.bench.report import write_report
 from horizonml.report.bench.study import load_study
@@ -87,86 +85,6 @@ def test_a_headline_and_its_table_say_the_same_and_doubt_is_told(tmp_path: Path)
     assert numbers["epoch"] == ["390.0 ms", "420.0 ms"]
 
 
-def test_bars_carry_their_values_and_units(tmp_path: Path) -> None:
-    axis = Figure().subplots()
-    values = {"HorizonML": [10.0, 12.0, 14.0], "another": [5.0]}
-    charts.draw_ranking(axis, values, title="", own="HorizonML", text=lambda value: f"{value:g} samples/s")
-    assert [text.get_text() for text in axis.texts] == ["12 samples/s", "5 samples/s"]
-    for form, value, shown in (
-        (charts.seconds_axis, 0.3904, "390.4 ms"),
-        (charts.percent_axis, 0.99721, "99.7%"),
-        (charts.share_axis, 0.5333, "53%"),
-        (charts.share_axis, 0.000563, "0.1%"),
-        (charts.share_axis, 0.0996, "10%"),
-        (charts.bytes_axis, 330.4 * 2**20, "330 MiB"),
-        (charts.plain_axis, 2998.4, "2,998"),
-    ):
-        form(axis)
-        assert charts.label(axis, value) == shown
-
-
-def test_a_usual_step_is_drawn_with_its_transfers_and_the_smallest_part(tmp_path: Path) -> None:
-    write_run(tmp_path, "pipeline", ranks=2, steps=12)
-    for rank in range(2):
-        path = tmp_path / f"rank-{rank}.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for line in lines:
-            if line["kind"] == "step" and line["step"] == 12:
-                line["wall"] = 5.0
-        spans = [["compute", "forward", 0, 1.0, 1.00001], ["transfer", "send", 0, 1.0, 1.1], ["wait", "", -1, 1.1, 2.0]]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        append(path, {"kind": "timeline", "step": 8, "spans": spans})
-    run = load_run("x", tmp_path)
-    assert run_plots.recorded_step(run) == 8, "the newest one took 25 times as long"
-    axis = Figure().subplots()
-    run_plots.draw_timeline(axis, run, 8, ["laptop", "pi"])
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["laptop", "pi"]
-    assert axis.get_xlim()[1] == pytest.approx(1000)
-    widths = sorted(patch.get_width() for patch in axis.patches)
-    assert widths == pytest.approx([3, 3, 100, 100, 900, 900])
-
-
-def test_the_picture_of_unequal_devices_lists_them_in_their_order(tmp_path: Path) -> None:
-    """The slowest device has the first stage: it was listed at the top, and the others upside down below it."""
-    write_run(tmp_path, "pipeline", ranks=3, steps=12)
-    for rank in range(3):
-        path = tmp_path / f"rank-{rank}.jsonl"
-        first, *lines = path.read_text().splitlines()
-        run = json.loads(first)
-        run["plan"]["stages"] = [{**run["plan"]["stages"][n], "ranks": [2 - n]} for n in range(2)]
-        run["plan"]["spare"] = [0]
-        path.write_text("\n".join([json.dumps(run), *lines, ""]))
-        append(path, {"kind": "timeline", "step": 8, "spans": [["compute", "forward", 0, 1.0, 1.1]]})
-    labels = hetero.device_labels(load_run("x", tmp_path), ["100mbit", "50mbit", "20mbit"])
-    assert labels == [
-        "device 0: left out\n2 cores, 100 Mbit/s",
-        "device 1: layers 1\n2 cores, 50 Mbit/s",
-        "device 2: layers 0\n2 cores, 20 Mbit/s",
-    ]
-
-
-def test_scaling_has_logarithmic_axes_and_shades_what_the_cores_do_not_allow(tmp_path: Path) -> None:
-    points = {"ddp": {1: [100.0], 2: [180.0], 4: [190.0]}}
-    ideals = {"ideal": {1: 100.0, 2: 200.0, 4: 400.0}, "limit": {1: 100.0, 2: 200.0, 4: 200.0}}
-    figure = charts.draw_lines(
-        [("Speed", points, charts.plain_axis), ("Efficiency", points, charts.percent_axis)], "workers", [ideals], 1
-    )
-    speed, efficiency = figure.axes
-    assert (speed.get_xscale(), speed.get_yscale(), efficiency.get_yscale()) == ("log", "log", "linear")
-    assert [line.get_label() for line in speed.lines][:2] == ["ideal", "limit"]
-    assert len(speed.collections) > len(efficiency.collections), "the shade"
-
-
-def test_a_run_of_one_epoch_is_drawn_with_whole_epochs_and_a_solid_line(tmp_path: Path) -> None:
-    write_run(tmp_path, steps=12, epochs=1)
-    figure = run_plots.draw_learning_curves({"digits": load_run("ddp", tmp_path)})
-    figure.draw_without_rendering()
-    for axis in figure.axes:
-        assert [line.get_linestyle() for line in axis.lines] == ["-"]
-    for axis in figure.axes[1:]:
-        assert all(float(tick).is_integer() for tick in axis.get_xticks())
-
-
 LOST_1 = {"lost": [1], "silent_seconds": 5.1, "steps_repeated": 1, "source": "disk"}
 
 
@@ -200,32 +118,6 @@ def test_losses_and_joins_are_told_with_what_they_cost(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "changes-mine.png").exists()
     (row,) = table(tmp_path / "mine" / "runs.csv")
     assert (row["losses"], row["joins"], row["steps_repeated"], row["stopped_seconds"]) == ("1", "1", "1", "4.0")
-
-
-def test_losses_and_joins_are_drawn_where_they_happened(tmp_path: Path) -> None:
-    losing_run(tmp_path)
-    run = load_run("x", tmp_path)
-    figure = run_plots.draw_changes("x", run)
-    figure.draw_without_rendering()
-    for axis in figure.axes:
-        assert [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == "--"] == [[4.0, 4.0]], "lost"
-        assert [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == ":"] == [[10.0, 10.0]], "back"
-        shades = [patch for patch in axis.patches if patch.get_height() == 1]
-        assert [(patch.get_x(), patch.get_width()) for patch in shades] == [(4.0, 3.0), (9.0, 1.0)], "no steps"
-    bars = [patch for patch in figure.axes[2].patches if patch.get_height() < 1]
-    assert sorted((round(bar.get_y()), bar.get_x(), bar.get_width()) for bar in bars)[3:5] == [(1, 0, 4), (1, 10, 5)]
-    loss = run_plots.draw_learning_curves({"x": run}).axes[0]
-    assert [line.get_xdata()[0] for line in loss.lines if line.get_linestyle() in ("--", ":")] == [3.5, 5.5]
-
-
-def test_the_picture_of_a_run_without_evaluations_says_so(tmp_path: Path) -> None:
-    losing_run(tmp_path)
-    figure = run_plots.draw_learning_curves({"x": load_run("x", tmp_path)})
-    figure.draw_without_rendering()
-    for axis in figure.axes[1:]:
-        assert [text.get_text() for text in axis.texts] == ["not measured"]
-        assert not axis.get_xticks().size
-        assert not axis.get_yticks().size
 
 
 def test_a_job_that_starts_again_and_a_better_plan_are_no_losses(tmp_path: Path) -> None:
@@ -271,16 +163,6 @@ def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:
     assert [result.name for result in load_study(tmp_path).results] == [f"case-{number}" for number in range(1, 12)]
 
 
-def test_the_radar_gives_nobody_nothing_for_being_last(tmp_path: Path) -> None:
-    comparison(tmp_path)
-    study = load_study(tmp_path)
-    runs = {str(r.factors.strategy): [r] for r in study.results if r.factors.samples == 1000 and not r.factors.repeat}
-    values = compare.radar_values(runs)
-    assert all(0 < value <= 1 for axes in values.values() for value in axes.values())
-    assert values["single"]["speed\n(/ fastest)"] == pytest.approx(0.5)
-    assert values["single"]["not waiting\n(share of time)"] == pytest.approx(0.9)
-
-
 def test_the_report_of_scaling_compares_with_one_worker_and_with_the_cores(tmp_path: Path) -> None:
     cases = [{"factors": {"strategy": "single", "workers": 1, "repeat": 0}, "run": {"ranks": 1, "wall": 0.4}}]
     cases += [
@@ -318,7 +200,8 @@ def test_the_report_of_batch_sizes_names_the_best_and_where_memory_ends(tmp_path
 
 
 def test_runs_of_any_kind_and_studies_share_a_page(tmp_path: Path) -> None:
-    comparison(tmp_path / "compare")
+    cases = [{"factors": {"strategy": "ddp", "repeat": 0}, "run": {"strategy": "ddp"}}]
+    write_study(tmp_path / "compare", "compare", {"workers": 2, "repeats": 1, "job": JOB}, cases)
     write_run(tmp_path / "mine", "pipeline")
     write_run(tmp_path / "other", "ddp")
     (tmp_path / "broken").mkdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import threading
@@ -16,14 +15,13 @@ from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horizonml.errors import JobError
-from horizonml.report.records import lead_records
-from horizonml.telemetry.fields import Point, Record
+from horizonml.telemetry.fields import Point
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
-from horizonml.telemetry.record import RecoveryRecord, StateSource, StepRecord, TimelineRecord
+from horizonml.telemetry.record import StateSource, StepRecord
 from horizonml.telemetry.recorder import Recorder
 from horizonml.telemetry.run_info import RunInfo
-from horizonml.telemetry.sinks import Feed, Feeds, Scalars, check_packages, scalars
+from horizonml.telemetry.sinks import Feed, Feeds, check_packages, scalars
 from horizonml.telemetry.spec import TelemetrySpec
 from tests.commands import command
 from tests.runs import append, write_run
@@ -188,21 +186,6 @@ def test_a_run_that_goes_on_in_another_process_goes_on_in_mlflow(tmp_path: Path,
     assert "flow" not in (tmp_path / "run" / "mlflow.json").read_text()
 
 
-def test_every_step_counts_once_whichever_process_was_rank_0(tmp_path: Path) -> None:
-    write_run(tmp_path, ranks=2, wall=0.2)
-    about = json.loads((tmp_path / "rank-0.jsonl").read_text().splitlines()[0])
-    later = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()[5:7]]
-    append(tmp_path / "rank-1.jsonl", {**about, "rank": 0, "time": 500.0, "resumed_at": 4})
-    append(
-        tmp_path / "rank-1.jsonl", *({**line, "time": 600.0, "loss": 9.0} for line in later if line["kind"] == "step")
-    )
-    steps = [record for record in lead_records(tmp_path) if isinstance(record, StepRecord)]
-    numbers = [record.step for record in steps]
-    assert sorted(numbers) == list(range(1, 7))
-    assert sum(record.loss == 9.0 for record in steps) == len([line for line in later if line["kind"] == "step"]) > 0
-    assert lead_records(tmp_path / "elsewhere") == []
-
-
 def step(number: int) -> StepRecord:
     return replace(record(number), metrics={})
 
@@ -216,41 +199,6 @@ def test_whatever_is_a_number_in_a_step_s_record_is_shown() -> None:
     assert len(set(values) - of_its_own) == len(set(numbers) - left_out)
     assert values.keys() >= {*of_its_own, "train/gradient_norm", "train/skipped_samples", "time/loading_seconds"}
     assert values["time/tokens_per_second"] == 1.0
-
-
-class Kept:
-    """A sink that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.points: list[Point] = []
-        self.outcome = "none"
-
-    def describe(self, run: RunInfo) -> None: ...
-
-    def write(self, points: Sequence[Point]) -> None:
-        self.points += points
-
-    def close(self, outcome: str) -> None:
-        self.outcome = outcome
-
-
-def test_records_without_a_step_belong_to_the_one_before() -> None:
-    sink = Kept()
-    records: list[Record] = [
-        replace(LEAD, time=4.0, resumed_at=2),
-        replace(step(3), loss=float("nan"), divergence=None, wall=0.0, joules=None),
-        TimelineRecord(3, []),
-        RecoveryRecord(6.0, 1, [1], 2.0, 1, StateSource.DISK),
-    ]
-    shows = Scalars(sink)
-    shows.write(records)
-    shows.close()
-    begin, done, recovered = sink.points
-    assert (begin.step, begin.begins, done.begins) == (2, True, False)
-    assert (done.step, done.time) == (3, 103.0)
-    assert not done.values.keys() & {"train/gradient_divergence", "rank_0/joules", "time/samples_per_second"}
-    assert recovered == Point(3, 6.0, {"group/recovery_seconds": 2.0, "group/steps_repeated": 1.0})
-    assert sink.outcome == ""
 
 
 class Stuck:
