@@ -5,9 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +23,7 @@ CONTAINER = {
 TRAINS = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from horizonml.telemetry.lifeline import Lifeline
 line = Lifeline(Path(sys.argv[1]), 2, Path(sys.argv[2]))
 line.begin(1)
@@ -68,54 +69,43 @@ def test_a_process_that_was_killed_near_its_limit_is_explained_once(killed: Trac
     assert explain_last(tmp_path, 1, root) is None  # another rank
 
 
-def changed(**changes: object) -> Callable[[Trace], Trace]:
-    return lambda trace: replace(trace, **changes)  # type: ignore[arg-type]
+EVIDENCE: list[tuple[dict[str, Any], int, int, str]] = [
+    # The counters of the container and of the machine are evidence only if they have risen since.
+    ({}, 3, 7, "the kernel ended the process before this one (rank 2) at step 1234, because memory ran out"),
+    ({"peak": 350 * MIB}, 2, 8, "the kernel's out-of-memory killer has ended a process on this machine since"),
+    ({"peak": 99 * MIB, "left": 60 * MIB}, 2, 8, "most likely this one (exit code 137): it used 99.0 MiB of"),
+    ({"peak": 99 * MIB, "left": 65 * MIB}, 2, 8, "it was killed, or its container was removed (it used 99.0 MiB"),
+    (
+        {"peak": 99 * MIB, "expected": None},
+        2,
+        7,
+        "1234: it was killed, or its container was removed (it used 99.0",
+    ),
+    ({"peak": 99 * MIB, "machine": "a"}, 3, 8, "was started anew: its device lost its power, or was switched off"),
+    ({"machine": "a"}, 0, 0, "as the kernel's out-of-memory killer ends processes (exit code 137)"),
+    ({"step": None}, 2, 7, "ended without a word before its first step, as the kernel's"),
+    ({"killed_here": None, "killed_anywhere": None, "peak": 1}, 2, 7, "it was killed, or its container was removed"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "kills", "anywhere", "story"),
-    [
-        # The counters of the container and of the machine are evidence only if they have risen since.
-        (changed(), 3, 7, "the kernel ended the process before this one (rank 2) at step 1234, because memory ran out"),
-        (changed(peak=350 * MIB), 2, 8, "the kernel's out-of-memory killer has ended a process on this machine since"),
-        (changed(peak=99 * MIB, left=60 * MIB), 2, 8, "most likely this one (exit code 137): it used 99.0 MiB of"),
-        (changed(peak=99 * MIB, left=65 * MIB), 2, 8, "it was killed, or its container was removed (it used 99.0 MiB"),
-        (
-            changed(peak=99 * MIB, expected=None),
-            2,
-            7,
-            "1234: it was killed, or its container was removed (it used 99.0",
-        ),
-        (changed(peak=99 * MIB, machine="a"), 3, 8, "was started anew: its device lost its power, or was switched off"),
-        (changed(machine="a"), 0, 0, "as the kernel's out-of-memory killer ends processes (exit code 137)"),
-        (changed(step=None), 2, 7, "ended without a word before its first step, as the kernel's"),
-        (changed(killed_here=None, killed_anywhere=None, peak=1), 2, 7, "it was killed, or its container was removed"),
-    ],
-)
-def test_the_reason_is_chosen_by_the_evidence(
-    killed: Trace, tmp_path: Path, change: Callable[[Trace], Trace], kills: int, anywhere: int, story: str
-) -> None:
+def test_the_reason_is_chosen_by_the_evidence(killed: Trace, tmp_path: Path) -> None:
     root, vmstat = tmp_path / "cgroup", tmp_path / "vmstat"
-    (root / "memory.events").write_text(f"oom_kill {kills}\n")
-    vmstat.write_text(f"pgfault 5\noom_kill {anywhere}\n")
-    trace = replace(killed, killed_anywhere=7, left=300.0 * MIB)
-    trace_in(tmp_path).write_text(json.dumps(asdict(change(trace))))
-    found = str(explain_last(tmp_path, 2, root, vmstat))
-    assert story in found
-    assert ("Lower batch_size" in found) == ("exit code 137" in found)
+    for change, kills, anywhere, story in EVIDENCE:
+        (root / "memory.events").write_text(f"oom_kill {kills}\n")
+        vmstat.write_text(f"pgfault 5\noom_kill {anywhere}\n")
+        trace = replace(killed, killed_anywhere=7, left=300.0 * MIB)
+        trace_in(tmp_path).write_text(json.dumps(asdict(replace(trace, **change))))
+        found = str(explain_last(tmp_path, 2, root, vmstat))
+        assert story in found
+        assert ("Lower batch_size" in found) == ("exit code 137" in found)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '"x"', '{"pid": 1}', '{"pid": "x", "steps": 5}'])
-def test_a_damaged_file_is_no_error(tmp_path: Path, content: str) -> None:
-    trace_in(tmp_path).parent.mkdir()
-    trace_in(tmp_path).write_text(content)
-    assert "rank-2.lifeline is damaged: its device most likely lost its power" in str(explain_last(tmp_path, 2))
-    assert explain_last(tmp_path, 2) is None
-
-
-def test_values_of_another_type_are_a_damaged_file(killed: Trace, tmp_path: Path) -> None:
-    trace_in(tmp_path).write_text(json.dumps({**asdict(killed), "peak": "many"}))
-    assert "is damaged" in str(explain_last(tmp_path, 2))
+def test_a_damaged_file_is_no_error(killed: Trace, tmp_path: Path) -> None:
+    other_type = json.dumps({**asdict(killed), "peak": "many"})
+    for content in ("", "{", "[]", '"x"', '{"pid": 1}', '{"pid": "x", "steps": 5}', other_type):
+        trace_in(tmp_path).write_text(content)
+        assert "rank-2.lifeline is damaged: its device most likely lost its power" in str(explain_last(tmp_path, 2))
+        assert explain_last(tmp_path, 2) is None
 
 
 def test_a_process_that_ends_by_itself_leaves_nothing(tmp_path: Path) -> None:

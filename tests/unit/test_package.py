@@ -78,6 +78,9 @@ def test_an_installed_package_trains_ready_jobs_from_python_and_a_job_of_ones_ow
         f"loss {loss}, accuracy {accuracy} (359 samples)",
         str(installed / "horizonml" / "__init__.py"),
     ]
+    missing = command(tmp_path, "validate", "jobs/digitz.yaml")
+    assert missing.returncode == 2
+    assert "(cifar10, digits, explicit-plan, folder, synthetic, text); did you mean 'digits'?" in missing.stderr
     for file in ("kube/base/workers.yaml", "machine/join.service"):
         assert (installed / "horizonml" / file).is_file()
     for there, here in (("jobs", "jobs"), ("report/page/static", "horizonml/report/page/static")):
@@ -133,12 +136,6 @@ def test_no_package_is_taken_from_whichever_of_two_indexes_has_it() -> None:
     """With --extra-index-url, whoever puts a newer release of a dependency on either index is installed."""
     for name in ("README.md", "docs/quickstart.md", "images/worker/Dockerfile", "scripts/setup.py"):
         assert "--extra-index-url" not in (ROOT / name).read_text(), name
-
-
-def test_a_job_that_is_not_there_is_told_with_the_ready_ones(tmp_path: Path) -> None:
-    missing = command(tmp_path, "validate", "jobs/digitz.yaml")
-    assert missing.returncode == 2
-    assert "(cifar10, digits, explicit-plan, folder, synthetic, text); did you mean 'digits'?" in missing.stderr
 
 
 MISSING = [

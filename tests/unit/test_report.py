@@ -14,8 +14,6 @@ from horizonml.report.bench import batch_size, compare, scaling
 from horizonml.report.bench.report import write_report
 from horizonml.report.bench.study import load_study
 from horizonml.report.records import load_run
-from horizonml.report.section import COLUMNS
-from horizonml.report.summary import summarise
 from tests.runs import JOB, append, comparison, table, write_group, write_run, write_study
 
 
@@ -128,33 +126,6 @@ def test_a_job_that_starts_again_and_a_better_plan_are_no_losses(tmp_path: Path)
     assert [[sorted(group.parts) for group in groups] for groups in found.attempts] == [[[0, 1]], [[0, 1, 2]]]
     assert (found.changes, found.goodput) == ([], 1.0)
     assert "lost" not in write_report(tmp_path)[0].read_text()
-
-
-def test_the_best_checkpoint_and_the_norm_of_gradients_are_told(tmp_path: Path) -> None:
-    write_run(tmp_path / "plain")
-    write_run(tmp_path / "clipped")
-    for path in (tmp_path / "clipped").glob("rank-*.jsonl"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for line in lines:
-            if line["kind"] == "step":
-                line["gradient_norm"] = float(line["step"])
-            elif line["kind"] == "evaluation":
-                line |= {"best": line["step"] == 3, "within_epoch": True}
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plain, clipped = (load_run(name, tmp_path / name) for name in ("plain", "clipped"))
-    shown = [
-        {name: COLUMNS[name](summarise(run)) for name in ("best checkpoint", "gradient norm, median")}
-        for run in (plain, clipped)
-    ]
-    assert shown == [
-        {"best checkpoint": "-", "gradient norm, median": "-"},
-        {"best checkpoint": "step 3", "gradient norm, median": "3.5"},
-    ]
-    # Where evaluations are within epochs, curves are over steps.
-    _, held_out, _ = run_plots.draw_learning_curves({"plain": plain}).axes
-    assert (held_out.get_xlabel(), list(held_out.lines[0].get_xdata())) == ("epoch", [1, 2])
-    _, held_out, _ = run_plots.draw_learning_curves({"plain": plain, "clipped": clipped}).axes
-    assert (held_out.get_xlabel(), list(held_out.lines[0].get_xdata())) == ("step", [3, 6])
 
 
 def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.identity import Identity
 from horizonml.runtime.worker import Worker
+from horizonml.state import runfolder
 from horizonml.state.disks import DiskProbe
 from horizonml.state.runfolder import MARK, RunFolder, make_run_folder
 from horizonml.state.shards import steps
@@ -32,6 +33,11 @@ place = RunFolder(Path(sys.argv[1]), 0, "digits", True)
 print("here", flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runfolder, "_LOCK_SECONDS", 0.3)
 
 
 def test_a_second_run_in_a_folder_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
@@ -184,15 +190,6 @@ def test_checkpoints_that_can_never_be_written_are_told_at_once(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="cannot write records and checkpoints"):
         RunFolder(tmp_path, 0, "digits", True)
     RunFolder(tmp_path, 0, "digits", False)  # none are wanted
-
-
-def test_the_working_directory_may_be_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run" / "lost+found").mkdir(parents=True)  # a volume of its own
-    monkeypatch.chdir(tmp_path / "run")
-    place = RunFolder(Path(), 0, "digits", True)
-    Path("rank-0.jsonl").write_text("first")
-    assert place.set_aside() is None
-    assert (tmp_path / "run.previous" / MARK).exists()
 
 
 def test_a_folder_that_has_something_in_it_is_not_marked(tmp_path: Path) -> None:

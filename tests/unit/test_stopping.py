@@ -10,7 +10,7 @@ import pytest
 from horizonml.errors import JobError
 from horizonml.job.jobfile import parse
 from horizonml.runtime.trainer import Evaluations, recorded
-from horizonml.state.optim import Scales, decay_of, learning_rate, sources
+from horizonml.state.optim import Scales, decay_of, learning_rate
 from horizonml.state.saver import superfluous
 from horizonml.state.shards import KEPT, STOPPING, Best
 from horizonml.state.spec import Ema, LrSchedule
@@ -127,12 +127,6 @@ def test_the_learning_rate_follows_the_steps_of_the_whole_run() -> None:
 def test_averages_keep_less_at_first() -> None:
     assert [decay_of(Ema(decay=0.9), step) for step in (0, 10, 1000)] == [0.1, 0.55, 0.9]
     assert decay_of(Ema(decay=0.9, warmup=False), 0) == 0.9
-
-
-def test_averages_replace_the_parameters_that_have_one() -> None:
-    names = ["model/a", "model/b", "optimizer/a/average", "optimizer/a/momentum_buffer"]
-    assert sources(names, average=False) == {"a": "model/a", "b": "model/b"}
-    assert sources(names, average=True) == {"a": "optimizer/a/average", "b": "model/b"}
 
 
 def test_factors_of_steps_that_are_done_again_are_replaced() -> None:

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console, Group
 
 from horizonml.report.live import LiveRun
-from horizonml.report.top import ASCII, UNICODE, ScreenCharacters, frame, sparkline
+from horizonml.report.top import UNICODE, ScreenCharacters, frame, sparkline
 from tests.runs import append, write_group, write_run
 
 
@@ -71,12 +71,6 @@ def test_where_there_is_little_room_each_part_keeps_some_lines_and_says_what_is_
     left_out = [int(line.rpartition("(")[2].split()[0]) for line in headings if "more)" in line]
     assert len(left_out) == 3
     assert sum(left_out) == 60 - (len(lines) - len(headings) * 2 - 3 - 1)
-
-
-def test_in_plain_ascii(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    assert all(line.isascii() for line in shown(tmp_path, 50, 20, ASCII))
-    assert not all(line.isascii() for line in shown(tmp_path, 50, 20))
 
 
 def test_before_the_first_step_and_without_records(tmp_path: Path) -> None:
