@@ -49,38 +49,25 @@ def refuses(folder: Path, all_of: Path, said: str) -> None:
     assert tree(all_of) == before
 
 
-def no_mark(mark: Path) -> None:
-    """Leave the mark away."""
-
-
-def other_text(mark: Path) -> None:
-    mark.write_text("This folder is a run of something else.\n")
-
-
-def a_folder(mark: Path) -> None:
-    mark.mkdir()
-
-
-def a_pipe(mark: Path) -> None:
-    os.mkfifo(mark)
-
-
 def a_link(mark: Path) -> None:
     run(mark.parent.parent / "other")
     mark.symlink_to(mark.parent.parent / "other" / MARK)
 
 
-def a_dead_link(mark: Path) -> None:
-    mark.symlink_to("nowhere")
+MARKS: dict[str, Callable[[Path], object]] = {
+    "none": lambda mark: None,
+    "another text": lambda mark: mark.write_text("This folder is a run of something else.\n"),
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a link": a_link,
+    "a dead link": lambda mark: mark.symlink_to("nowhere"),
+    "endless": lambda mark: mark.symlink_to("/dev/zero"),
+}
 
 
-def endless(mark: Path) -> None:
-    mark.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("make", [no_mark, other_text, a_folder, a_pipe, a_link, a_dead_link, endless])
-def test_a_folder_with_a_mark_that_is_none(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(precious(tmp_path / "photos") / MARK)
+@pytest.mark.parametrize("make", MARKS)
+def test_a_folder_with_a_mark_that_is_none(tmp_path: Path, make: str) -> None:
+    MARKS[make](precious(tmp_path / "photos") / MARK)
     refuses(tmp_path / "photos", tmp_path, "is none")
 
 
@@ -146,10 +133,25 @@ def test_a_folder_that_is_exchanged_after_the_look(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "digits" / "rank-0.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["..", ".", "../x", "/etc", "a/b", "a\\b", "", "a\n", "a\x00", "~", "-rf", ".ssh", "a" * 64, "é", "a b", "$HOME"],
-)
-def test_a_job_cannot_have_a_name_that_is_a_path(name: str) -> None:
-    with pytest.raises(ValidationError):
-        Job(name=name)
+def test_a_job_cannot_have_a_name_that_is_a_path() -> None:
+    names = [
+        "..",
+        ".",
+        "../x",
+        "/etc",
+        "a/b",
+        "a\\b",
+        "",
+        "a\n",
+        "a\x00",
+        "~",
+        "-rf",
+        ".ssh",
+        "a" * 64,
+        "é",
+        "a b",
+        "$HOME",
+    ]
+    for name in names:
+        with pytest.raises(ValidationError):
+            Job(name=name)
