@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from horizonml.comm.group import Group
 from horizonml.data.choose import describe, load
+from horizonml.data.dataset import Inputs
 from horizonml.data.sampler import Sampler
 from horizonml.engine.session import Session
 from horizonml.errors import ModelError
@@ -24,7 +25,6 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.tuning import import_peft, selected
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage, Sync
-from horizonml.plan.schedules import SCHEDULES
 from horizonml.runtime.agreement import check_weights, model_for
 from horizonml.runtime.life import Last
 from horizonml.runtime.restore import rebuild
@@ -35,88 +35,86 @@ from horizonml.state.mirror import Mirror
 from horizonml.state.spec import Adam, Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
-from horizonml.tasks.task import InputSpec
+from horizonml.tasks.task import InputSpec, Tree
 from tests import models
 from tests.distributed import test_following as following
+from tests.distributed.plans import ONE, TWO
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import agreed_state, copies_in, session_for, state_of
-from tests.distributed.truth import FULL, LR, SHAPE, RandomBatch, distance
+from tests.distributed.truth import FULL, LR, SHAPE, Case, Images, RandomBatch, alone, expect_truth
 from tests.programs import need_package
 
-ONE, TWO = (1.0,), (1.0, 1.0)
-MOMENTUM = Sgd(momentum=0.9, weight_decay=1e-3)
+BODY, MIDDLE, END = ("[0-8].*",), ("2.*", "4.*"), ("[4-9].*",)
+SHARES = ((3.0, 1.0), TWO)
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is trained of a model, and by which plan."""
+class Tuned(Images):
+    """What is trained of a model that begins with the weights of a file."""
 
-    name: str
-    members: tuple[tuple[float, ...], ...]
-    tuning: tuple[str, ...]  # globs on what is frozen, or on what gets adapters
-    model: str = "backbone"
+    file: Path = Path()
+    tuning: tuple[str, ...] = ()  # globs on what is frozen, or on what gets adapters
     lora: bool = False
     train: tuple[str, ...] = ()  # beside the adapters
-    schedule: str = "1f1b"
-    sync: Sync = Sync.ALL_REDUCE
-    optimizer: Sgd | Adam = MOMENTUM
 
-    def spec(self, file: Path) -> ModelSpec:
-        values: dict[str, Any] = {"name": f"tests.models:{self.model}", "weights": str(file)}
+    def model(self) -> Model:
+        values: dict[str, Any] = {"name": f"tests.models:{self.name}", "weights": str(self.file)}
         if self.lora:
             values["lora"] = {"rank": 2, "alpha": 8, "targets": list(self.tuning), "train": list(self.train)}
         else:
             values["freeze"] = list(self.tuning)
-        return ModelSpec.model_validate(values)
+        return build(ModelSpec.model_validate(values), 0, 10, InputSpec.of(SHAPE))
 
-    def plan(self, layers: int) -> Plan:
-        count = len(self.members) * SCHEDULES[self.schedule].stages_per_rank
-        bounds = [layers * number // count for number in range(count + 1)]
-        firsts = [sum(map(len, self.members[:number])) for number in range(len(self.members))]
-        groups = [tuple(range(first, first + len(own))) for first, own in zip(firsts, self.members, strict=True)]
-        stages = []
-        for number in range(count):
-            ranks, shares = groups[number % len(groups)], self.members[number % len(groups)]
-            stages.append(Stage(bounds[number], bounds[number + 1], ranks, shares, self.sync))
-        return Plan(tuple(stages), self.schedule, 1 if count == 1 else 4)
+    def call(self, module: nn.Module, inputs: Inputs) -> Any:
+        return module(inputs)
 
-    @property
-    def world_size(self) -> int:
-        return sum(map(len, self.members))
+    def loss(self, outputs: Any, targets: Tree, training: bool) -> Tensor:
+        assert isinstance(targets, Tensor)
+        return functional.cross_entropy(outputs, targets)
+
+    def measure(self, outputs: Any, targets: Tree) -> None:
+        return None
+
+    def whole(self) -> tuple[nn.Module, set[str]]:
+        """The same as an ordinary module, with adapters of peft, and the names of what is trained."""
+        module: nn.Module = getattr(models, self.name)()
+        module.load_state_dict(load_file(self.file))
+        if self.lora:
+            peft = import_peft()
+            layers = [name for name, layer in module.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+            adapted = [name for name in layers if selected(self.tuning, f"{name}.weight")]
+            config = peft.LoraConfig(r=2, lora_alpha=8, target_modules="|".join(adapted))
+            module = peft.inject_adapter_in_model(config, module)
+            model = self.model()
+            module.load_state_dict(model.stage(0, len(model.chain)).state_dict())  # adapters begin at random
+        names = {
+            name
+            for name, _ in module.named_parameters()
+            if (".lora_" in name or selected(self.train, name) if self.lora else not selected(self.tuning, name))
+        }
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in names)
+        for part in module.modules():
+            if isinstance(part, nn.BatchNorm2d):
+                part.eval()
+        return module, names
 
 
-SHAPES = {
-    "single": (ONE,),
-    "ddp 2": (TWO,),
-    "pipeline 2": (ONE, ONE),
-    "pipeline 3": (ONE, ONE, ONE),
-    "hybrid 2x2, shares": ((3.0, 1.0), TWO),
-}
-BODY, MIDDLE, END = ("[0-8].*",), ("2.*", "4.*"), ("[4-9].*",)
-TUNED = {"frozen backbone": (BODY, "backbone"), "frozen middle": (MIDDLE, "plain"), "frozen end": (END, "plain")}
+FROZEN, FROZEN_MIDDLE = Tuned("backbone", tuning=BODY), Tuned("plain", tuning=MIDDLE)
+ADAPTED = Tuned("plain", tuning=("[0-6].*",), lora=True, train=("7.*", "9.*"))
+ADAPTED_NORMED = Tuned("backbone", tuning=("[0369].*",), lora=True, train=("13.*",))
 CASES = [
-    Case(f"{shape}, {schedule}, {what}", SHAPES[shape], *TUNED[what], schedule=schedule)
-    for shape, what, schedules in (
-        ("single", "frozen end", ("1f1b",)),
-        ("ddp 2", "frozen middle", ("1f1b",)),
-        ("pipeline 2", "frozen end", ("1f1b",)),
-        ("pipeline 3", "frozen backbone", SCHEDULES),
-        ("hybrid 2x2, shares", "frozen middle", ("1f1b", "zb-h1")),
-        ("hybrid 2x2, shares", "frozen backbone", ("1f1b", "interleaved")),
-    )
-    for schedule in schedules
+    (Tuned("plain", tuning=END), Case("frozen end, pipeline 2", (ONE, ONE), 4)),
+    (FROZEN, Case("frozen backbone, pipeline 3, zb-h1", (ONE, ONE, ONE), 4, "zb-h1")),
+    (FROZEN, Case("frozen backbone, hybrid 2x2, interleaved", SHARES, 4, "interleaved")),
+    (FROZEN, Case("frozen backbone, ddp 2, adamw", (TWO,), optimizer=Adam(name="adamw"))),
+    (FROZEN, Case("frozen backbone, 16-bit sums", (TWO,), sync=Sync.FP16)),
+    (FROZEN, Case("frozen backbone, channels", (TWO,), sync=Sync.CHANNELS)),
+    (FROZEN_MIDDLE, Case("frozen middle, hybrid 2x2", SHARES, 4)),
+    (ADAPTED, Case("adapters, pipeline 3, zb-h1", (ONE, ONE, ONE), 4, "zb-h1")),
+    (ADAPTED, Case("adapters, hybrid 2x2", SHARES, 4)),
+    (ADAPTED_NORMED, Case("adapters of a backbone with BatchNorm, pipeline 2", (ONE, ONE), 4)),
 ]
-CASES += [
-    Case("ddp 2, adamw, frozen backbone", (TWO,), BODY, optimizer=Adam(name="adamw")),
-    Case("ddp 2, frozen backbone, fp16", (TWO,), BODY, sync=Sync.FP16),
-]
-TENSOR = Case("tensor 2, frozen backbone", (TWO,), BODY, sync=Sync.CHANNELS)
-LORA = [
-    Case(f"{shape}, {schedule}, lora", SHAPES[shape], ("[0-6].*",), "plain", True, ("7.*", "9.*"), schedule)
-    for shape, schedules in (("ddp 2", ("1f1b",)), ("pipeline 3", SCHEDULES), ("hybrid 2x2, shares", ("1f1b",)))
-    for schedule in schedules
-]
-LORA += [Case("pipeline 2, lora of a backbone with BatchNorm", (ONE, ONE), ("[0369].*",), lora=True, train=("13.*",))]
 
 
 @pytest.fixture
@@ -137,103 +135,36 @@ def write_weights(file: Path, model: str) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in tensors.items()}
 
 
-def built(case: Case, file: Path) -> Model:
-    return build(case.spec(file), 0, 10, InputSpec.of(SHAPE))
-
-
-def train(rank: int, world_size: int, store: Store, case: Case, file: Path) -> tuple[dict[str, Tensor], list[Any]]:
-    """What a rank holds after some steps, and what it reported."""
-    model = built(case, file)
-    group = Group(store, rank, world_size, 30.0)
-    session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
-    reports = [session.step(RandomBatch(step), LR, measure_divergence=True) for step in range(3)]
-    state = state_of(session)
-    group.close()
-    return state, reports
-
-
-def reference(case: Case, file: Path) -> tuple[dict[str, Tensor], set[str]]:
-    """The same in one process with plain PyTorch (and peft): the state, and the names of what is trained."""
-    module: nn.Module = getattr(models, case.model)()
-    module.load_state_dict(load_file(file))
-    if case.lora:
-        peft = import_peft()
-        config = peft.LoraConfig(r=2, lora_alpha=8, target_modules="|".join(_adapted(case, module)))
-        module = peft.inject_adapter_in_model(config, module)
-        model = built(case, file)
-        module.load_state_dict(model.stage(0, len(model.chain)).state_dict())  # adapters begin at random
-        names = {name for name, _ in module.named_parameters() if ".lora_" in name or selected(case.train, name)}
-    else:
-        names = {name for name, _ in module.named_parameters() if not selected(case.tuning, name)}
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name in names)
-    for part in module.modules():
-        if isinstance(part, nn.BatchNorm2d):
-            part.eval()
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if isinstance(case.optimizer, Sgd):
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=1e-3)
-    else:
-        decay = case.optimizer.weight_decay
-        optimizer = torch.optim.AdamW(parameters, lr=LR, betas=tuple(case.optimizer.betas), weight_decay=decay)
-    for step in range(3):
-        batch = RandomBatch(step)
-        optimizer.zero_grad()
-        functional.cross_entropy(module(batch.inputs(0, batch.size)), batch.targets(0, batch.size)).backward()
-        optimizer.step()
-    return module.state_dict(), names
-
-
-def _adapted(case: Case, module: nn.Module) -> list[str]:
-    layers = [name for name, layer in module.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
-    return [name for name in layers if selected(case.tuning, f"{name}.weight")]
-
-
-def expect_truth(pool: Pool, case: Case, file: Path, tolerance: float = 1e-5) -> list[tuple[dict[str, Tensor], Any]]:
-    before = write_weights(file, case.model)
-    expected, trained = reference(case, file)
-    results: list[tuple[dict[str, Tensor], Any]] = pool.run(case.world_size, train, case, file)
-    seen: set[str] = set()
-    for state, _ in results:
-        for key, value in state.items():
+@pytest.mark.parametrize(("tuned", "case"), CASES, ids=[case.name for _, case in CASES])
+def test_what_is_trained_changes_as_in_one_process_and_the_rest_not_at_all(
+    pool: Pool, tuned: Tuned, case: Case, file: Path
+) -> None:
+    if tuned.lora:
+        need_package("peft")
+    before = write_weights(file, tuned.name)
+    subject = replace(tuned, file=file)
+    module, trained = subject.whole()
+    expected, judged = alone(subject, module, case.optimizer)
+    tolerance = 1e-3 if case.sync is Sync.FP16 else 1e-5
+    for end in expect_truth(pool, case, subject, expected, judged, tolerance=tolerance):
+        for key, value in end.state.items():
             kind, _, name = key.partition("/")
-            if kind == "model":
-                seen.add(name)
-                assert distance(value, expected[name]) < tolerance, key
-                if name not in trained:  # parameters and statistics, bit for bit
-                    assert torch.equal(value, before[name.replace(".base_layer", "")]), key
-                else:
-                    assert ".lora_" in name or not torch.equal(value, before[name]), key
-            else:  # the optimizer keeps nothing for what is frozen
+            if kind == "optimizer":  # which keeps nothing for what is frozen
                 assert name.rpartition("/")[0] in trained, key
-    assert seen == set(expected)
-    return results
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_is_trained_changes_as_in_one_process_and_the_rest_not_at_all(pool: Pool, case: Case, file: Path) -> None:
-    expect_truth(pool, case, file, 1e-3 if case.sync is Sync.FP16 else 1e-5)
-
-
-def test_members_that_split_channels_may_have_frozen_layers(pool: Pool, file: Path) -> None:
-    expect_truth(pool, TENSOR, file)
-
-
-@pytest.mark.parametrize("case", LORA, ids=lambda case: case.name)
-def test_adapters_change_as_in_one_process_with_peft(pool: Pool, case: Case, file: Path) -> None:
-    need_package("peft")
-    expect_truth(pool, case, file)
+            elif name not in trained:  # parameters and statistics, bit for bit
+                assert torch.equal(value, before[name.replace(".base_layer", "")]), key
+            else:
+                assert ".lora_" in name or not torch.equal(value, before[name]), key
 
 
 def test_nothing_is_sent_for_what_is_frozen(pool: Pool, file: Path) -> None:
     """In two members for the frozen part, and one for the trained: activations go on, and nothing else anywhere."""
-    case = Case("hybrid", (TWO, ONE), BODY)
-    write_weights(file, case.model)
-    model = built(case, file)
+    write_weights(file, "backbone")
+    model = replace(FROZEN, file=file).model()
     layers = len(model.chain)
     first = model.parameter_names()["9.weight"]
     plan = Plan((Stage(0, first, (0, 1), TWO), Stage(first, layers, (2,), ONE)), micro_batches=4)
-    results = pool.run(3, traffic, case, file, plan)
+    results = pool.run(3, traffic, file, plan)
     samples = sum(RandomBatch(step).size for step in range(3))
     sent = model.chain.boundaries[first].bytes_per_sample * samples
     assert [sum(step["members"][0] for step in ways) for ways in results] == [0, 0, 0]
@@ -242,14 +173,14 @@ def test_nothing_is_sent_for_what_is_frozen(pool: Pool, file: Path) -> None:
     assert sum(step["previous"][0] for step in results[2]) == 0
     # Where members share what is trained, they sum its gradients, and which of the four parameters have one; no more,
     # not even BatchNorm's statistics.
-    results = pool.run(2, traffic, replace(case, members=(TWO,)), file, Plan((Stage(0, layers, (0, 1), TWO),)))
+    results = pool.run(2, traffic, file, Plan((Stage(0, layers, (0, 1), TWO),)))
     trained = 4 * (16 * 16 * 9 + 16 + 64 * 10 + 10 + 4)
     assert [[step["members"][0] for step in ways] for ways in results] == [[trained] * 3] * 2
 
 
-def traffic(rank: int, world_size: int, store: Store, case: Case, file: Path, plan: Plan) -> list[dict[str, Any]]:
+def traffic(rank: int, world_size: int, store: Store, file: Path, plan: Plan) -> list[dict[str, Any]]:
     group = Group(store, rank, world_size, 30.0)
-    session = session_for(plan, built(case, file), group, case.optimizer, FULL)
+    session = session_for(plan, replace(FROZEN, file=file).model(), group, Sgd(momentum=0.9), FULL)
     reports = [session.step(RandomBatch(step), LR) for step in range(3)]
     group.close()
     return [dict(report.traffic) for report in reports]
@@ -315,7 +246,7 @@ def lose(rank: int, world_size: int, store: Store, file: Path, lost: int, cuts: 
     return result
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("lost", [0, 2])
 def test_frozen_layers_are_neither_copied_nor_moved_and_a_lost_rank_is_rebuilt(
     pool: Pool, file: Path, lost: int
 ) -> None:
@@ -351,19 +282,18 @@ class Joining(following.Case):
     file: Path = Path()
 
     def state(self) -> TrainState:
-        return TrainState(built(Case("", (ONE,), BODY), self.file), self.optimizer)
+        return TrainState(replace(FROZEN, file=self.file).model(), self.optimizer)
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_newcomer_reads_what_is_frozen_and_receives_the_rest(pool: Pool, file: Path, wait: bool) -> None:
+def test_a_newcomer_reads_what_is_frozen_and_receives_the_rest(pool: Pool, file: Path) -> None:
     weights = write_weights(file, "backbone")
-    layers = len(built(Case("", (ONE,), BODY), file).chain)
+    layers = len(replace(FROZEN, file=file).model().chain)
     case = Joining("frozen", following.ddp(layers, 1.0, 1.0, 1.0), 2, file=file)
     model = case.state().model
     trained = 4 * sum(value.numel() for name, value in weights.items() if name not in model.frozen)
     # Parameters and momentum of what is trained, and the gradients of a step.
     assert needs(case.state(), case.plan, frozenset({2}), 2) == (2 * trained, trained)
-    results = pool.run(3, following.joins, case, 3, wait)
+    results = pool.run(3, following.joins, case, 3, False)
     for _, state, _ in results:
         assert state.keys() == results[0][1].keys()
         assert [key for key, value in state.items() if not torch.equal(value, results[0][1][key])] == []

@@ -20,28 +20,22 @@ from tests.distributed.plans import ONE
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import state_of
 from tests.distributed.staged import LateStaging, NarrowStaging, on_device, session_on
-from tests.distributed.test_gradients import BY_NAME, TENSOR
+from tests.distributed.test_gradients import BY_NAME
 from tests.distributed.truth import FULL, LR, SHAPE, Case, RandomBatch, distance, reference
 from tests.pretend import Pretended
 
 ALL, ODD, FIRST = "all", "odd", "first"  # which ranks are on the device
 
 EXACT = [
-    ("single, 3 micro-batches, 1f1b, normed", ALL),
-    ("ddp 5, 3 micro-batches, 1f1b, normed", ODD),
     ("ddp 3 in buckets, a member without samples", ALL),
-    ("ddp 5 in buckets, shares", ODD),
-    ("pipeline 5, 1f1b, normed", ODD),
-    ("pipeline 3, gpipe, plain", ALL),
     ("hybrid 1+2+1, zb-h1, normed", ODD),
     ("two stages a rank in buckets, shares", ODD),
-    ("pipeline 3, interleaved, UNet", FIRST),
-    ("hybrid 2+3, 1f1b, tied", ODD),
-    ("hybrid 2+3, adamw", ODD),
-    ("ddp 2, nesterov", FIRST),
+    ("pipeline 3, interleaved, U-Net", FIRST),
+    ("hybrid 2+3, gpipe, tied", ODD),
+    ("tensor of depthwise, 2", ALL),
+    ("tensor of normed, 5", ODD),
 ]
 CASES = [(BY_NAME[name], where) for name, where in EXACT]
-CASES += [(TENSOR[3], ODD), (next(case for case in TENSOR if "depthwise, 2" in case.name), ALL)]
 
 
 def there(rank: int, where: str) -> bool:
@@ -92,9 +86,9 @@ def test_gradient_truth_of_ranks_on_a_device(pool: Pool, case: Case, where: str)
 
 
 OTHERS = [
-    (Case("half", ((3.0, 1.0), (1.0, 1.0)), 2, model="wide", sync=Sync.FP16), ODD, {}),
-    (Case("powersgd", ((1.0, 1.0, 1.0),), 2, model="wide", sync=Sync.POWERSGD), ODD, {}),
-    (Case("int4", ((3.0, 1.0), (1.0, 1.0)), 2, model="wide", sync=Sync.INT4), ODD, {}),
+    (Case("half", ((3.0, 1.0), ONE), 2, sync=Sync.FP16), ODD, {}),
+    (Case("powersgd", ((1.0, 1.0),), 2, model="wide", sync=Sync.POWERSGD), ODD, {}),
+    (Case("int4", ((3.0, 1.0),), 2, sync=Sync.INT4), ODD, {}),
     (Case("average", ((1.0, 1.0), ONE), 2, optimizer=Adam(name="adam")), ODD, {"ema": Ema(decay=0.9)}),
     (Case("clipped", (ONE, ONE), 2, optimizer=Sgd(clip_norm=0.5)), ALL, {"staging": NarrowStaging, "narrow": True}),
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import Store
@@ -13,11 +14,16 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from horizonml.comm.group import Group
+from horizonml.data.dataset import Inputs
+from horizonml.engine.clock import StepResult, Totals
 from horizonml.models.boundary import values_of
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.state.spec import Adam, Ema, Sgd
+from horizonml.tasks.classification import Classification
+from horizonml.tasks.task import Batch, Task, Tree
+from tests.distributed.pool import Pool
 from tests.distributed.sessions import built, session_for, state_of
 
 SHAPE, FULL, LR = (1, 8, 8), 24, 0.1
@@ -75,8 +81,59 @@ class Case:
         return sum(map(len, self.members))
 
 
+class Subject(Protocol):
+    """What is trained, the same wherever it is made; it travels to the ranks."""
+
+    @property
+    def task(self) -> Task: ...
+    @property
+    def rate(self) -> float: ...
+    def model(self) -> Model: ...
+    def batches(self) -> Sequence[Batch]: ...
+
+
+@dataclass(frozen=True)
+class Images:
+    """A model for images of [1, 8, 8], and noise with random labels."""
+
+    name: str
+    task: Task = field(default_factory=Classification)
+    rate: float = LR
+
+    def model(self) -> Model:
+        """The model of the tests that has this name."""
+        return built(f"tests.models:{self.name}")
+
+    def batches(self) -> list[RandomBatch]:
+        """A batch for each step."""
+        return [RandomBatch(step) for step in range(3)]
+
+
+class End(NamedTuple):
+    """What a rank holds after some steps, what it reported, and what it found on the same batches then."""
+
+    state: dict[str, Tensor]
+    reports: list[StepResult]
+    judged: Totals
+
+
+def trained(rank: int, world_size: int, store: Store, case: Case, subject: Subject) -> End:
+    """Take a step with every batch, and evaluate, which changes nothing."""
+    model = subject.model()
+    group = Group(store, rank, world_size, 30.0)
+    plan = case.plan(len(model.chain))
+    session = session_for(plan, model, group, case.optimizer, FULL, subject.task, case.ema)
+    reports = [session.step(batch, subject.rate, measure_divergence=True) for batch in subject.batches()]
+    state = state_of(session)
+    judged = session.evaluate(subject.batches())
+    assert all(torch.equal(value, state[key]) for key, value in state_of(session).items())
+    session.close()
+    group.close()
+    return End(state, reports, judged)
+
+
 def train(rank: int, world_size: int, store: Store, case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[Any]]:
-    """What a rank holds after some steps, and what it reported."""
+    """What a rank holds after some steps on images, and what it reported."""
     model = built(f"tests.models:{case.model}")
     group = Group(store, rank, world_size, 30.0)
     session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL, ema=case.ema)
@@ -101,6 +158,16 @@ class Called(nn.Module):
 def plainly(model: Model, stage: nn.Module, spec: Stage, rank: int) -> Callable[..., Any]:
     """A stage as PyTorch runs it."""
     return stage
+
+
+def torchs(spec: Sgd | Adam, parameters: Sequence[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    """PyTorch's own optimizer."""
+    if isinstance(spec, Sgd):
+        return torch.optim.SGD(
+            parameters, lr=rate, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay
+        )
+    kind = torch.optim.AdamW if spec.name == "adamw" else torch.optim.Adam
+    return kind(parameters, lr=rate, betas=spec.betas, weight_decay=spec.weight_decay)
 
 
 class Truth(NamedTuple):
@@ -133,14 +200,7 @@ def reference(
         for stage, spec in zip(stages, plan.stages, strict=True)
     ]
     parameters = list({id(value): value for stage in stages for value in stage.parameters()}.values())
-    if isinstance(case.optimizer, Sgd):
-        spec = case.optimizer
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            parameters, lr=LR, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay
-        )
-    else:
-        kind = torch.optim.AdamW if case.optimizer.name == "adamw" else torch.optim.Adam
-        optimizer = kind(parameters, lr=LR, betas=tuple(case.optimizer.betas), weight_decay=case.optimizer.weight_decay)
+    optimizer = torchs(case.optimizer, parameters, LR)
     averages = [parameter.detach().clone() for parameter in parameters]
     losses, norms = [], []
     for step in range(steps):
@@ -196,3 +256,83 @@ def reference(
 def distance(one: Tensor, other: Tensor) -> float:
     """Relative difference of two tensors."""
     return float((one.double() - other.double()).norm() / max(1e-30, float(other.double().norm())))
+
+
+Judged = tuple[float, dict[str, float] | None]  # a loss, and the metrics if they are known
+
+
+class Ordinary(Subject, Protocol):
+    """What can be trained as an ordinary module on whole batches."""
+
+    def call(self, module: nn.Module, inputs: Inputs) -> Any: ...
+    def loss(self, outputs: Any, targets: Tree, training: bool) -> Tensor: ...
+    def measure(self, outputs: Any, targets: Tree) -> dict[str, float] | None: ...
+
+
+def alone(subject: Ordinary, module: nn.Module, optimizer: Sgd | Adam) -> tuple[dict[str, Tensor], list[Judged]]:
+    """Train a module in one process with plain PyTorch on whole batches; its state, and what is said of each of them.
+
+    The last word is on all batches at once, after the training.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    steps, judged, batches = torchs(optimizer, parameters, subject.rate), list[Judged](), subject.batches()
+    for batch in batches:
+        steps.zero_grad()
+        targets = batch.targets(0, batch.size)
+        outputs = subject.call(module, batch.inputs(0, batch.size))
+        loss = subject.loss(outputs, targets, True)
+        loss.backward()
+        steps.step()
+        judged.append((float(loss.detach()), subject.measure(outputs, targets)))
+    with torch.no_grad():
+        outputs = joined([subject.call(module, batch.inputs(0, batch.size)) for batch in batches])
+    targets = joined([batch.targets(0, batch.size) for batch in batches])
+    judged.append((float(subject.loss(outputs, targets, False)), subject.measure(outputs, targets)))
+    return {f"model/{key}": value.detach() for key, value in module.state_dict().items()}, judged
+
+
+def joined(trees: Sequence[Any]) -> Any:
+    """The rows of all of them."""
+    if isinstance(trees[0], Mapping):
+        return {key: joined([tree[key] for tree in trees]) for key in trees[0]}
+    return torch.cat(list(trees)) if isinstance(trees[0], Tensor) else None
+
+
+def expect_truth(
+    pool: Pool,
+    case: Case,
+    subject: Subject,
+    expected: dict[str, Tensor],
+    judged: Sequence[Judged],
+    norms: Sequence[float] = (),
+    tolerance: float = 1e-5,
+) -> list[End]:
+    """Ranks end with the state of one process, and say the same of every step and of the evaluation, if it is given.
+
+    All ranks say the same, every sample enters once, and the members of a stage hold the same bits.
+    """
+    ends: list[End] = pool.run(case.world_size, trained, case, subject)
+    seen, members = set[str](), dict[frozenset[str], dict[str, Tensor]]()
+    for rank, (state, reports, found) in enumerate(ends):
+        totals = [*(report.totals for report in reports), found]
+        assert len(judged) in (len(reports), len(totals))
+        for one, (loss, metrics) in zip(totals, judged, strict=False):
+            assert one.loss == pytest.approx(loss, rel=tolerance), f"rank {rank}"
+            assert one.unit == subject.task.unit
+            if metrics is not None:
+                assert one.metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7), f"rank {rank}"
+        assert found.samples == sum(batch.size for batch in subject.batches())
+        own = [report.gradient_norm for report in reports if report.gradient_norm is not None]
+        assert own == pytest.approx(norms, rel=1e-5)
+        assert own == [one.gradient_norm for one in ends[0].reports if own], "all know the same norm, bit for bit"
+        for key in state.keys() & expected.keys():
+            seen.add(key)
+            # The bias of an attention's keys has no effect: its gradient is the rounding error of zero.
+            near = float((state[key] - expected[key]).double().norm()) < 1e-12
+            assert near or distance(state[key], expected[key]) < tolerance, f"rank {rank}, {key}"
+        other = members.setdefault(frozenset(state), state)
+        assert all(torch.equal(state[key], other[key]) for key in state)
+    assert seen == set(expected)
+    for number, batch in enumerate(subject.batches()):
+        assert sum(end.reports[number].entered for end in ends) == batch.size
+    return ends
