@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ from tests.distributed.sessions import agreed_state, copies_in, state_of
 from tests.distributed.test_lossless import CLIP_NORM, LAYERS, LR, Batches, described, fresh, job, session_on
 
 FAST, SLOW = 1e9, 6_000.0  # bytes per second: a copy with every step, or one in several
-STEPS, TOTAL = 9, 12  # until the loss, and in all
+STEPS, TOTAL = 8, 10  # until the loss, and in all
 
 
 def split(*shares: float, micro_batches: int = 1) -> Plan:
@@ -181,34 +181,23 @@ def expect_nothing_lost(pool: Pool, folder: Path, scene: Scene, source: StateSou
     return left
 
 
-@pytest.mark.parametrize(("lost", "bytes_per_second"), [(0, SLOW), (1, FAST), (2, SLOW)])
-def test_what_a_lost_member_held_is_rebuilt(pool: Pool, tmp_path: Path, lost: int, bytes_per_second: float) -> None:
-    scene = Scene(split(1.0, 2.0, 1.0), split(1.0, 1.0), (lost,), bytes_per_second=bytes_per_second)
+def test_what_a_lost_member_held_is_rebuilt(pool: Pool, tmp_path: Path) -> None:
+    scene = Scene(split(1.0, 2.0, 1.0), split(1.0, 1.0), (0,), bytes_per_second=SLOW)
     expect_nothing_lost(pool, tmp_path, scene, StateSource.REPLICA)
 
 
-@pytest.mark.parametrize("behind", [None, 2])
-def test_steps_whose_gradients_were_clipped_are_repeated_alike(pool: Pool, tmp_path: Path, behind: int | None) -> None:
-    scene = Scene(
-        split(1.0, 2.0, 1.0), split(1.0, 1.0), (1,), bytes_per_second=SLOW, behind=behind, clip_norm=CLIP_NORM
-    )
+def test_steps_whose_gradients_were_clipped_are_repeated_alike(pool: Pool, tmp_path: Path) -> None:
+    plan, after = split(1.0, 2.0, 1.0), split(1.0, 1.0)
+    scene = Scene(plan, after, (1,), bytes_per_second=SLOW, behind=2, clip_norm=CLIP_NORM)
     (first, _) = expect_nothing_lost(pool, tmp_path, scene, StateSource.REPLICA)
     assert any(key.endswith("/average") for key in first.state)
 
 
-@pytest.mark.parametrize(
-    ("plan", "after"),
-    [
-        (split(1.0, 1.0), Plan((Stage(0, LAYERS, (0,), (1.0,)),))),
-        (split(1.0, 1.0, 1.0, micro_batches=2), Plan((Stage(0, 6, (0,), (1.0,)), Stage(6, LAYERS, (1,), (1.0,))))),
-    ],
-    ids=["to one rank", "to a pipeline"],
-)
-def test_the_others_go_on_by_any_plan(pool: Pool, tmp_path: Path, plan: Plan, after: Plan) -> None:
+def test_the_others_go_on_by_any_plan(pool: Pool, tmp_path: Path) -> None:
     # BatchNorm sees micro-batches, so the reference has those of `plan` all the way; the step count must agree.
-    after = replace(after, micro_batches=plan.micro_batches)
-    scene = Scene(plan, after, (1,), steps=TOTAL)
-    ends = pool.run(plan.world_size, train, str(tmp_path), scene)
+    plan = split(1.0, 1.0, 1.0, micro_batches=2)
+    after = Plan((Stage(0, 6, (0,), (1.0,)), Stage(6, LAYERS, (1,), (1.0,))), micro_batches=2)
+    ends = pool.run(plan.world_size, train, str(tmp_path), Scene(plan, after, (1,), steps=TOTAL))
     expected = undisturbed(pool, plan)
     found = {key: value for rank, end in enumerate(ends) if rank != 1 for key, value in end.state.items()}
     assert found.keys() == expected.keys()
@@ -221,9 +210,7 @@ def test_before_the_first_copy_parts_are_rebuilt_from_their_initial_values(pool:
     expect_nothing_lost(pool, tmp_path, scene, StateSource.REPLICA)
 
 
-@pytest.mark.parametrize(
-    ("behind", "lost"), [(0, ()), (2, ()), (2, (1,))], ids=["rank 0", "rank 2", "rank 2, and another is lost"]
-)
+@pytest.mark.parametrize(("behind", "lost"), [(0, ()), (2, (1,))], ids=["rank 0", "rank 2, and another is lost"])
 def test_members_that_are_a_step_apart_do_not_mix_steps(
     pool: Pool, tmp_path: Path, behind: int, lost: tuple[int, ...]
 ) -> None:
@@ -249,14 +236,8 @@ def test_the_layers_of_one_member_suffice_when_the_group_breaks_as_they_are_made
     expect_nothing_lost(pool, tmp_path, scene, StateSource.MEMORY)
 
 
-@pytest.mark.parametrize(
-    ("lost", "bytes_per_second"), [((1, 2), FAST), ((1,), 1.0)], ids=["with its copy", "no copies are taken"]
-)
-def test_without_a_copy_the_state_is_not_complete(
-    pool: Pool, tmp_path: Path, lost: tuple[int, ...], bytes_per_second: float
-) -> None:
-    after = Plan((Stage(0, LAYERS, (0,), (1.0,)),)) if len(lost) == 2 else split(1.0, 1.0)
-    scene = Scene(split(1.0, 1.0, 1.0), after, lost, bytes_per_second=bytes_per_second)
+def test_without_a_copy_the_state_is_not_complete(pool: Pool, tmp_path: Path) -> None:
+    scene = Scene(split(1.0, 1.0, 1.0), Plan((Stage(0, LAYERS, (0,), (1.0,)),)), (1, 2))
     end = pool.run(3, train, str(tmp_path), scene)[0]
     assert end.source is None
     assert "lost together" in " ".join(end.said)

@@ -63,7 +63,7 @@ def test_checkpoints_are_saved_and_resumed(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_who_misses_the_agreement_learns_of_it(pool: Pool) -> None:
-    plan, method, prepared, clip_norm = test_lossless.MISSED[-1]
+    plan, method, prepared, clip_norm, _ = test_lossless.MISSED[-1]
     straight = pool.run(3, test_lossless.miss, plan, method, None, clip_norm)
     results = pool.run(3, run_on, frozenset((0, 1)), test_lossless.miss, plan, method, 0, clip_norm)
     assert results[0][1] == prepared
