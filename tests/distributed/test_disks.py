@@ -70,7 +70,7 @@ def copied(rank: int, world_size: int, store: Store, folder: Path, size: int, br
         group.close()
 
 
-@pytest.mark.parametrize("size", [1, 3000, (1 << 20) + 1000, 3 << 20])
+@pytest.mark.parametrize("size", [3000, (1 << 20) + 1000])
 def test_a_disk_that_fills_up_ends_nobody(pool: Pool, tmp_path: Path, size: int) -> None:
     problem = f"rank 1: {tmp_path / '1' / 'file'} cannot be written: No space left on device"
     results = pool.run(3, copied, tmp_path, size, "target")

@@ -92,8 +92,9 @@ def _parameters(state: TrainState) -> list[torch.nn.Parameter]:
     return [tensor for tensor in state._held.values() if isinstance(tensor, torch.nn.Parameter)]
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_a_step_that_fails_half_way_changes_nothing_and_the_next_group_goes_on(pool: Pool, plan: Plan) -> None:
+@pytest.mark.parametrize("name", ["hybrid", "spare", "interleaved"])
+def test_a_step_that_fails_half_way_changes_nothing_and_the_next_group_goes_on(pool: Pool, name: str) -> None:
+    plan = PLANS[name]
     straight = pool.run(3, dropped, plan, False)
     interrupted = pool.run(3, dropped, plan, True)
     for (expected, _, _), (state, unchanged, left) in zip(straight, interrupted, strict=True):
