@@ -137,7 +137,7 @@ class Lengthless(Points):
 
 
 class Strange(Points):
-    """Points as `how` says: tensors that are not dense, have a gradient, a strange dtype or no values, or none."""
+    """Points as `how` says: tensors that are not dense, have a gradient, a strange dtype or no values, or words."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -160,8 +160,6 @@ class Strange(Points):
                 return point.to("meta"), value
             case "word":
                 return point, "large"
-            case "three":
-                return point, value, value
         raise SystemExit(f"no {self.how}")
 
 

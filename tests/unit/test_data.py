@@ -1,4 +1,4 @@
-import gzip
+import hashlib
 import os
 import pickle
 import struct
@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from filelock import FileLock
 from PIL import ExifTags, Image
 
+from horizonml.data import files
 from horizonml.data.choose import agree, describe, load
 from horizonml.data.dataset import Data
-from horizonml.data.files import FolderSource
+from horizonml.data.files import FolderSource, load_torchvision
 from horizonml.data.pictures import pixels_of, read_picture
 from horizonml.data.sampler import Sampler
 from horizonml.data.spec import DataSpec
@@ -41,10 +43,6 @@ def test_the_embedded_digits_are_real(tmp_path: Path) -> None:
     others = data.held_out.inputs(torch.arange(359))
     guesses = (others[:, None] - means).flatten(2).norm(dim=2).argmin(1)
     assert float((guesses == data.held_out.targets(torch.arange(359))).float().mean()) > 0.85
-
-
-def test_training_and_held_out_samples_do_not_overlap(tmp_path: Path) -> None:
-    data = loaded(DataSpec(), tmp_path)
     members = [*data.train._members.tolist(), *data.held_out._members.tolist()]
     assert sorted(members) == list(range(1797))
 
@@ -77,41 +75,31 @@ def test_synthetic_data_has_any_shape_and_repeats_itself(tmp_path: Path) -> None
     picked = torch.tensor([3, 49_999])
     assert torch.equal(data.train.inputs(picked), loaded(spec, tmp_path).train.inputs(picked))
     assert data.train.targets(picked).max() < 7
-
-
-def test_augmentation_is_the_same_whoever_holds_the_sample(tmp_path: Path) -> None:
-    data = loaded(DataSpec(name="synthetic", samples=64, augment=True), tmp_path)
     images = data.train.inputs(torch.arange(10))
-    whole = data.train.augment(images, 10, 0, seed=5)
-    part = data.train.augment(images[4:7], 10, 4, seed=5)
-    assert torch.equal(whole[4:7], part)
-    assert not torch.equal(whole, images)
-    assert not torch.equal(whole, data.train.augment(images, 10, 0, seed=6))
-    plain = loaded(DataSpec(name="synthetic", samples=64), tmp_path)
-    assert torch.equal(plain.train.augment(images, 10, 0, seed=5), images)
+    assert torch.equal(data.train.augment(images, 10, 0, seed=5), images)
 
 
-def test_augmentation_shifts_and_mirrors_pixels(tmp_path: Path) -> None:
+def test_augmentation_shifts_and_mirrors_pixels_alike_whoever_holds_the_sample(tmp_path: Path) -> None:
     data = loaded(DataSpec(name="synthetic", samples=64, image_size=16, channels=1, augment=True), tmp_path)
     images = torch.zeros(200, 1, 16, 16)
     images[:, 0, 8, 4] = 1
-    moved = data.train.augment(images, 200, 0, seed=1).flatten(1).argmax(1)
+    whole = data.train.augment(images, 200, 0, seed=1)
+    assert torch.equal(whole[4:7], data.train.augment(images[4:7], 200, 4, seed=1))
+    assert not torch.equal(whole, data.train.augment(images, 200, 0, seed=6))
+    moved = whole.flatten(1).argmax(1)
     rows, columns = moved // 16, moved % 16
     assert set(rows.tolist()) == {6, 7, 8, 9, 10}
     assert set(columns.tolist()) == {2, 3, 4, 5, 6, 9, 10, 11, 12, 13}
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
+def test_wishes_that_the_data_cannot_fulfil() -> None:
+    for spec, words in (
         (DataSpec(samples=1439), "data.samples: 1439, but digits has 1438"),
         (DataSpec(holdout=0.9999), "leaves no training samples"),
         (DataSpec(name="cifar10", samples=50_001), "cifar10 has 50000"),
-    ],
-)
-def test_wishes_that_the_data_cannot_fulfil(spec: DataSpec, words: str) -> None:
-    with pytest.raises(DataError, match=words):
-        agree([describe(spec)], spec)
+    ):
+        with pytest.raises(DataError, match=words):
+            agree([describe(spec)], spec)
 
 
 def test_ranks_must_see_the_same_data() -> None:
@@ -155,14 +143,19 @@ def test_a_folder_with_its_own_test_images(tmp_path: Path) -> None:
     assert data.held_out.targets(torch.arange(6)).tolist() == [0, 0, 0, 1, 1, 1]
 
 
-def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
+def test_folders_and_images_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    spec = DataSpec(name="folder", folder=str(tmp_path), image_size=8)
+    assert describe(DataSpec(name="folder", folder=str(tmp_path / "nowhere"))) is None
     write_images(tmp_path / "cat", 3, 50)
-    write_images(tmp_path / "dog", 3, 200)
-    for file in tmp_path.rglob("*.png"):
-        file.write_bytes(b"not a picture")
-    data = loaded(DataSpec(name="folder", folder=str(tmp_path), image_size=8), tmp_path)
+    with pytest.raises(DataError, match="one folder of images per class"):
+        describe(spec)
+    (tmp_path / "dog").mkdir()
+    with pytest.raises(DataError, match="no images in"):
+        describe(spec)
+    for number in range(3):
+        (tmp_path / "dog" / f"{number}.png").write_bytes(b"not a picture")
     with pytest.raises(DataError, match=r"\.png is not a readable image"):
-        data.train.inputs(torch.arange(1))
+        loaded(spec, tmp_path).train.inputs(torch.arange(5))
 
 
 SHADES = torch.arange(256).reshape(16, 16)  # a picture with every shade of grey
@@ -185,122 +178,75 @@ SIDEWAYS = Image.Exif()
 SIDEWAYS[ExifTags.Base.Orientation] = 6  # it is to be turned clockwise before it is shown
 
 
-@pytest.mark.parametrize("kind", ["16 bits", "16 bits, transparent", "32 bits", "fractions"])
-def test_grey_values_of_more_than_8_bits_are_scaled(tmp_path: Path, kind: str) -> None:
-    values, path = SHADES.float().numpy() / 255, tmp_path / "picture.tiff"
-    expected = SHADES.to(torch.uint8).clone()
-    if kind == "fractions":
-        Image.fromarray(values).save(path)
-    elif kind == "32 bits":
-        Image.fromarray((values * 65535).astype("int32")).save(path)
-    else:
-        path, see_through = tmp_path / "picture.png", 7 * 257 if kind == "16 bits, transparent" else None
-        Image.fromarray((values * 65535).astype("uint16")).save(path, transparency=see_through)
-        expected[0, 7] = 255 if see_through is not None else 7
-    assert torch.equal(FolderSource([(path, 0)], [], 16).images(torch.tensor([0]))[0], expected.expand(3, 16, 16))
+def pixels(file: Path, size: int = 16) -> torch.Tensor:
+    return FolderSource([(file, 0)], [], size).images(torch.tensor([0]))[0]
 
 
-def test_grey_values_without_a_known_white_are_refused(tmp_path: Path) -> None:
-    Image.fromarray(SHADES.float().numpy()).save(tmp_path / "0.tiff")
+def test_grey_values_of_more_than_8_bits_are_scaled(tmp_path: Path) -> None:
+    values, tiff, png = SHADES.float().numpy() / 255, tmp_path / "0.tiff", tmp_path / "0.png"
+    expected = SHADES.to(torch.uint8).expand(3, 16, 16)
+    Image.fromarray(values).save(tiff)  # fractions
+    assert torch.equal(pixels(tiff), expected)
+    Image.fromarray((values * 65535).astype("int32")).save(tiff)
+    assert torch.equal(pixels(tiff), expected)
+    Image.fromarray((values * 65535).astype("uint16")).save(png)
+    assert torch.equal(pixels(png), expected)
+    Image.fromarray((values * 65535).astype("uint16")).save(png, transparency=7 * 257)
+    assert torch.equal(pixels(png), torch.where(expected == 7, 255, expected))
+    Image.fromarray(SHADES.float().numpy()).save(tiff)
     with pytest.raises(DataError, match=r"0\.tiff is .* its grey values are 0 to 255, where .* 1 \(white\) can"):
-        FolderSource([(tmp_path / "0.tiff", 0)], [], 16).images(torch.tensor([0]))
+        pixels(tiff)
 
 
-def test_pictures_are_turned_as_their_orientation_says(tmp_path: Path) -> None:
-    Image.fromarray(SHADES.numpy().astype("uint8")).save(tmp_path / "picture.png", exif=SIDEWAYS)
-    found = FolderSource([(tmp_path / "picture.png", 0)], [], 16).images(torch.tensor([0]))
-    assert torch.equal(found[0, 0], SHADES.rot90(-1).to(torch.uint8))
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_transparency_is_laid_over_white(tmp_path: Path, mode: str) -> None:
+def test_pictures_are_turned_as_their_orientation_says_and_laid_over_white(tmp_path: Path) -> None:
+    file = tmp_path / "picture.png"
+    Image.fromarray(SHADES.numpy().astype("uint8")).save(file, exif=SIDEWAYS)
+    assert torch.equal(pixels(file)[0], SHADES.rot90(-1).to(torch.uint8))
     half = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
     half.paste((0, 0, 0, 255), (0, 0, 2, 4))
-    (half.quantize(4) if mode == "P" else half.convert(mode)).save(tmp_path / "picture.png")
-    found = FolderSource([(tmp_path / "picture.png", 0)], [], 4).images(torch.tensor([0]))
-    assert found[0, 0].tolist() == [[0, 0, 255, 255]] * 4
+    for picture in (half, half.convert("LA"), half.quantize(4)):
+        picture.save(file)
+        assert pixels(file, 4)[0].tolist() == [[0, 0, 255, 255]] * 4
 
 
-def test_folders_that_hold_no_classes(tmp_path: Path) -> None:
-    assert describe(DataSpec(name="folder", folder=str(tmp_path / "nowhere"))) is None
-    (tmp_path / "one").mkdir()
-    with pytest.raises(DataError, match="one folder of images per class"):
-        describe(DataSpec(name="folder", folder=str(tmp_path)))
-    (tmp_path / "two").mkdir()
-    with pytest.raises(DataError, match="no images in"):
-        describe(DataSpec(name="folder", folder=str(tmp_path)))
-
-
-def write_mnist(root: Path, count: int) -> None:
-    raw = root / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for part, size in (("train", count), ("t10k", 10_000)):
-        pixels = numpy.random.default_rng(0).integers(0, 255, (size, 28, 28), dtype=numpy.uint8)
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, size, 28, 28) + pixels.tobytes())
-        labels = (numpy.arange(size) % 10).astype(numpy.uint8)
-        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, size) + labels.tobytes())
-
-
-def test_mnist_is_read_from_a_folder(tmp_path: Path) -> None:
-    write_mnist(tmp_path, 60_000)
-    data = loaded(DataSpec(name="mnist", folder=str(tmp_path), download=False, samples=100), tmp_path)
-    assert data.train.inputs(torch.arange(3)).shape == (3, 1, 28, 28)
-    assert data.held_out.targets(torch.arange(12)).tolist() == [*range(10), 0, 1]
-
-
-def test_cifar10_is_read_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchvision's own reader on files of CIFAR-10's format; only the published checksums are replaced."""
-    cifar = import_torchvision().datasets.CIFAR10
-    base = tmp_path / cifar.base_folder
-    base.mkdir()
-    sums: dict[str, str] = {}
-    import hashlib
-
-    def write(name: str, content: object) -> None:
-        (base / name).write_bytes(pickle.dumps(content))
-        sums[name] = hashlib.md5((base / name).read_bytes()).hexdigest()
-
-    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
-        write(
-            name, {"data": numpy.full((10_000, 3072), 7, dtype=numpy.uint8), "labels": [i % 10 for i in range(10_000)]}
-        )
-    write("batches.meta", {"label_names": list("abcdefghij")})
-    for attribute in ("train_list", "test_list"):
-        monkeypatch.setattr(cifar, attribute, [[name, sums[name]] for name, _ in getattr(cifar, attribute)])
-    monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": sums["batches.meta"]})
-    data = loaded(DataSpec(name="cifar10", folder=str(tmp_path), download=False), tmp_path)
-    assert data.train.inputs(torch.arange(4)).shape == (4, 3, 32, 32)
-    assert data.train.targets(torch.tensor([11])).tolist() == [1]
-    (base / "data_batch_3").write_bytes(b"cut short")
-    with pytest.raises(DataError, match="cifar10 is missing or corrupt"):
-        loaded(DataSpec(name="cifar10", folder=str(tmp_path), download=False), tmp_path)
-
-
-def test_svhn_is_read_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import hashlib
-
+def test_torchvisions_data_sets_are_read_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision's own readers on a few samples in each format; only the published checksums are replaced."""
     from scipy.io import savemat
 
-    svhn = import_torchvision().datasets.SVHN
-    splits = {}
-    for part, (url, name, _) in svhn.split_list.items():
-        if part != "extra":
-            values = {"X": numpy.zeros((32, 32, 3, 26_032), dtype=numpy.uint8), "y": numpy.full((26_032, 1), 10)}
-            savemat(tmp_path / name, values)
-            splits[part] = [url, name, hashlib.md5((tmp_path / name).read_bytes()).hexdigest()]
-    monkeypatch.setattr(svhn, "split_list", splits)
-    data = loaded(DataSpec(name="svhn", folder=str(tmp_path), download=False, samples=26_032), tmp_path)
-    assert data.held_out.inputs(torch.arange(2)).shape == (2, 3, 32, 32)
-    assert data.held_out.targets(torch.arange(2)).tolist() == [0, 0]  # "10" stands for the digit 0
-
-
-def test_a_corrupt_archive_is_a_clear_error(tmp_path: Path) -> None:
+    sets, values = import_torchvision().datasets, numpy.arange(10, dtype=numpy.uint8)
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
-        (raw / f"{part}-ubyte").write_bytes(gzip.compress(b"rubbish"))
-    with pytest.raises(DataError, match="mnist is missing or corrupt"):
-        loaded(DataSpec(name="mnist", folder=str(tmp_path), download=False), tmp_path)
+    for part in ("train", "t10k"):
+        images = numpy.ones((10, 28, 28), dtype=numpy.uint8) * values[:, None, None]
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, 10, 28, 28) + images.tobytes())
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, 10) + values.tobytes())
+    base, sums = tmp_path / sets.CIFAR10.base_folder, dict[str, str]()
+    base.mkdir()
+    rows = {"data": numpy.ones((2, 3072), dtype=numpy.uint8), "labels": [4, 5]}
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    for name, content in [*((name, rows) for name in names), ("batches.meta", {"label_names": list("abcdefghij")})]:
+        (base / name).write_bytes(pickle.dumps(content))
+        sums[name] = hashlib.md5((base / name).read_bytes()).hexdigest()
+    for attribute in ("train_list", "test_list"):
+        found = [[name, sums[name]] for name, _ in getattr(sets.CIFAR10, attribute)]
+        monkeypatch.setattr(sets.CIFAR10, attribute, found)
+    monkeypatch.setattr(sets.CIFAR10, "meta", {**sets.CIFAR10.meta, "md5": sums["batches.meta"]})
+    url, name, _ = sets.SVHN.split_list["test"]
+    savemat(tmp_path / name, {"X": numpy.ones((32, 32, 3, 2), dtype=numpy.uint8), "y": numpy.array([[10], [3]])})
+    digest = hashlib.md5((tmp_path / name).read_bytes()).hexdigest()
+    monkeypatch.setattr(sets.SVHN, "split_list", {"test": [url, name, digest]})
+    for name, train, shape, labels in (
+        ("mnist", True, (10, 1, 28, 28), [*range(10)]),
+        ("cifar10", True, (10, 3, 32, 32), [4, 5] * 5),
+        ("svhn", False, (2, 3, 32, 32), [0, 3]),  # "10" stands for the digit 0
+    ):
+        source = load_torchvision(name, tmp_path, train=train, download=False)
+        every = torch.arange(len(source))
+        assert source.images(every).shape == shape
+        assert source.labels(every).tolist() == labels
+    (base / "data_batch_3").write_bytes(b"cut short")
+    with pytest.raises(DataError, match="cifar10 is missing or corrupt"):
+        load_torchvision("cifar10", tmp_path, train=True, download=False)
 
 
 def test_missing_data_without_download_names_the_folder(tmp_path: Path) -> None:
@@ -309,31 +255,25 @@ def test_missing_data_without_download_names_the_folder(tmp_path: Path) -> None:
 
 
 def test_one_process_downloads_while_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from filelock import FileLock
-
-    from horizonml.data import files
-
     monkeypatch.setattr(files, "_LOCK_SECONDS", 0.2)
     with FileLock(tmp_path / ".cifar10.lock"), pytest.raises(DataError, match="another process has been downloading"):
         loaded(DataSpec(name="cifar10", folder=str(tmp_path)), tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_to_needs_no_lock() -> None:
-    from horizonml.data.files import _one_at_a_time
-
-    with _one_at_a_time(Path("/proc/self"), "mnist"):
+    with files._one_at_a_time(Path("/proc/self"), "mnist"):
         assert not list(Path("/proc/self").glob("*.lock"))
 
 
 # Sampling --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("samples", "batch"), [(10, 3), (12, 3), (2, 5), (1438, 64)])
-def test_every_sample_once_an_epoch(samples: int, batch: int) -> None:
-    sampler = Sampler(samples, batch, seed=1)
-    batches = [sampler.indices(4, step) for step in range(sampler.steps_per_epoch)]
-    assert sorted(torch.cat(batches).tolist()) == list(range(samples))
-    assert {len(one) for one in batches} == sampler.batch_sizes()
+def test_every_sample_once_an_epoch() -> None:
+    for samples, batch in ((10, 3), (12, 3), (2, 5)):
+        sampler = Sampler(samples, batch, seed=1)
+        batches = [sampler.indices(4, step) for step in range(sampler.steps_per_epoch)]
+        assert sorted(torch.cat(batches).tolist()) == list(range(samples))
+        assert {len(one) for one in batches} == sampler.batch_sizes()
 
 
 def test_sampling_depends_on_seed_and_epoch_and_not_on_the_past() -> None:

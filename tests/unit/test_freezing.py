@@ -41,9 +41,9 @@ def trained(made: Model) -> list[str]:
 HEAD = ["9.weight", "9.bias", "13.weight", "13.bias"]
 
 
-@pytest.mark.parametrize("patterns", [BODY, ["!9", "!13.*"], ["*", "!9.*", "!13.*"]])
-def test_globs_choose_what_is_frozen(patterns: list[str]) -> None:
-    assert trained(model(*patterns)) == HEAD
+def test_globs_choose_what_is_frozen() -> None:
+    for patterns in (BODY, ["!9", "!13.*"], ["*", "!9.*", "!13.*"]):
+        assert trained(model(*patterns)) == HEAD
 
 
 def test_later_globs_override_earlier_ones_and_a_module_stands_for_what_is_in_it() -> None:
@@ -161,13 +161,6 @@ def test_members_of_a_frozen_stage_sum_nothing() -> None:
     half = predict(replace(problem(1, 3)), data_parallel)
     assert frozen.seconds < half.seconds - 2 * (1 << 20) / 2 / 1e7 / 2  # the ring of one layer's gradients takes this
     assert frozen.memory[0] == 2 << 20
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-def test_plans_with_frozen_stages_in_any_place_are_simulated(schedule: str) -> None:
-    for frozen in range(4):
-        found = judge(problem(frozen, 4), Plan(tuple(Stage(n, n + 1, (n,), (1.0,)) for n in range(4)), schedule, 2))
-        assert found.prediction.seconds > 0
 
 
 def test_profiles_of_older_versions_are_read_and_new_ones_keep_what_is_trained(tmp_path: Path) -> None:

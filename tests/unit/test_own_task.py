@@ -49,53 +49,33 @@ def test_a_class_of_the_users_own_is_made_with_its_options(tmp_path: Path, monke
     check_results(task, torch.ones((), requires_grad=True), torch.zeros(1, dtype=torch.float64), True)
 
 
-@pytest.mark.parametrize(
-    ("number", "text", "options", "says"),
-    [
-        (0, MARGIN.replace("Margin", "Margins"), "{}", r"task\.name: .*margin_0\.py has no 'Margin'.*did you mean 'M"),
-        (1, "Margin = 3\n", "{}", r"task\.name: margin_1:Margin is not a class; .*Task describes the interface"),
-        (
-            2,
-            "class Margin:\n    def loss(self, outputs, targets, training): ...\n",
-            "{}",
-            r"task\.name: margin_2:Margin has no method 'judge' and no method 'units' and no method 'report'",
-        ),
-        (3, MARGIN, "{margins: 2}", r"task\.options: margin_3:Margin cannot be made with .*unexpected keyword"),
-        (4, MARGIN.replace('("accuracy",)', '"accuracy"'), "{}", r"'metrics' of margin_4:Margin is 'accuracy', not a"),
-        (5, MARGIN.replace("metrics =", "metric ="), "{}", r"task\.name: margin_5:Margin has no 'metrics': a tuple of"),
-        (6, MARGIN + "    units_per_sample = 0\n", "{}", r"'units_per_sample' of margin_6:Margin is 0, not an integer"),
-        (7, "raise OSError('no licence')", "{}", r"importing margin_7 failed: .*margin_7\.py:5: OSError: no licence"),
-    ],
-)
-def test_what_a_class_lacks_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, text: str, options: str, says: str
-) -> None:
-    with pytest.raises(JobError, match=says):
-        chosen(tmp_path, monkeypatch, f"margin_{number}", text, options)
+def test_what_a_class_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = "class Margin:\n    def loss(self, outputs, targets, training): ...\n"
+    for number, (text, options, says) in enumerate((
+        ("Margin = 3\n", "{}", r"task\.name: margin_0:Margin is not a class; .*Task describes the interface"),
+        (half, "{}", r"margin_1:Margin has no method 'judge' and no method 'units' and no method 'report'"),
+        (MARGIN, "{margins: 2}", r"task\.options: margin_2:Margin cannot be made with .*unexpected keyword"),
+        (MARGIN.replace('("accuracy",)', '"accuracy"'), "{}", r"'metrics' of margin_3:Margin is 'accuracy', not a"),
+        (MARGIN.replace("metrics =", "metric ="), "{}", r"task\.name: margin_4:Margin has no 'metrics': a tuple of"),
+        (MARGIN + "    units_per_sample = 0\n", "{}", r"'units_per_sample' of margin_5:Margin is 0, not an integer"),
+        ("raise OSError('no licence')", "{}", r"importing margin_6 failed: .*margin_6\.py:5: OSError: no licence"),
+    )):  # fmt: skip
+        with pytest.raises(JobError, match=says):
+            chosen(tmp_path, monkeypatch, f"margin_{number}", text, options)
 
 
-@pytest.mark.parametrize(
-    ("loss", "sums", "says"),
-    [
-        (torch.ones(3), torch.zeros(1).double(), r"Classification\.loss returned a float32 tensor of shape \[3\]; ret"),
-        (2.0, torch.zeros(1).double(), r"Classification\.loss returned a float; return the sum"),
-        (torch.ones(()), torch.zeros(1).double(), r"does not depend on the model's outputs"),
-        (
-            torch.ones((), requires_grad=True),
-            torch.zeros(2).double(),
-            r"judge returned a float64 tensor of shape \[2\]",
-        ),
-        (
-            torch.ones((), requires_grad=True),
-            torch.zeros(1),
-            r"judge returned a float32 .* \(accuracy\), a float64 ten",
-        ),
-        (torch.ones((), requires_grad=True), [1.0], r"judge returned a list; return the sum of each of the 1 metrics"),
-    ],
-)
-def test_results_of_the_wrong_kind_are_told(loss: Any, sums: Any, says: str) -> None:
-    with pytest.raises(JobError, match=says):
-        check_results(Classification(), loss, sums, True)
+def test_results_of_the_wrong_kind_are_told() -> None:
+    good, sums = torch.ones((), requires_grad=True), torch.zeros(1).double()
+    for loss, judged, says in (
+        (torch.ones(3), sums, r"Classification\.loss returned a float32 tensor of shape \[3\]; ret"),
+        (2.0, sums, r"Classification\.loss returned a float; return the sum"),
+        (torch.ones(()), sums, r"does not depend on the model's outputs"),
+        (good, torch.zeros(2).double(), r"judge returned a float64 tensor of shape \[2\]"),
+        (good, torch.zeros(1), r"judge returned a float32 .* \(accuracy\), a float64 ten"),
+        (good, [1.0], r"judge returned a list; return the sum of each of the 1 metrics"),
+    ):
+        with pytest.raises(JobError, match=says):
+            check_results(Classification(), loss, judged, True)
 
 
 def test_samples_are_counted_in_any_tree_of_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
