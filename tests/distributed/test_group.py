@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import struct
-import subprocess
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from horizonml.comm.group import MOST_JSON, Group
 from horizonml.errors import PeerLost
@@ -20,107 +18,101 @@ from horizonml.rendezvous.client import Endpoint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import meet
 from tests.distributed.pool import Pool
-from tests.distributed.test_rendezvous import Listener, settings
+from tests.distributed.test_rendezvous import Listener, serve_ranks, settings
 
 
-def announces(rank: int, world_size: int, store: Store, size: int) -> str:
+def announces(rank: int, world_size: int, store: Store) -> list[str]:
     """Gather a value, of which rank 1 announces another size than it has."""
     from horizonml.comm import group as module
 
-    group = Group(store, rank, world_size, 30.0)
-    original = module._framed
-    if rank == 1:
-        lie = torch.frombuffer(bytearray(size.to_bytes(8, "little", signed=True)), dtype=torch.uint8)
-        module._framed = lambda value: lie
-    try:
-        group.gather_json("a value")
-    except PeerLost as error:
-        return str(error)
-    finally:
-        module._framed = original
-        group.close()
-    return "nothing"
+    original, said = module._framed, list[str]()
+    for number, size in enumerate((1 << 40, -1)):
+        group = Group(PrefixStore(str(number), store), rank, world_size, 30.0)
+        if rank == 1:
+            lie = torch.frombuffer(bytearray(size.to_bytes(8, "little", signed=True)), dtype=torch.uint8)
+            module._framed = lambda value, lie=lie: lie
+        try:
+            group.gather_json("a value")
+        except PeerLost as error:
+            said.append(str(error))
+        finally:
+            module._framed = original
+            group.close()
+    return said
 
 
-@pytest.mark.parametrize("size", [1 << 40, -1])
-def test_a_size_that_a_peer_announces_is_checked_before_memory_is_taken(pool: Pool, size: int) -> None:
-    for text in pool.run(2, announces, size):
-        assert text == f"rank 1 announced a message of {size} bytes; at most {MOST_JSON // 2} are allowed"
+def test_a_size_that_a_peer_announces_is_checked_before_memory_is_taken(pool: Pool) -> None:
+    words = "rank 1 announced a message of {} bytes; at most {} are allowed"
+    expected = [words.format(size, MOST_JSON // 2) for size in (1 << 40, -1)]
+    assert pool.run(2, announces) == [expected, expected]
 
 
-def alone(rank: int, world_size: int, store: Store, garbage: bytes) -> str:
+def alone(rank: int, world_size: int, store: Store, garbage: list[bytes]) -> list[str]:
     """Connect to a peer in whose name a stranger has published something."""
-    strangers = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    strangers.set("arrived/1", "")
-    strangers.set("world/0/1", garbage)
-    try:
-        Group(strangers, 0, 2, 5.0)
-    except PeerLost as error:
-        return str(error)
-    return "nothing"
+    said = []
+    for content in garbage:
+        strangers = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        strangers.set("arrived/1", "")
+        strangers.set("world/0/1", content)
+        with pytest.raises(PeerLost) as caught:
+            Group(strangers, 0, 2, 5.0)
+        said.append(str(caught.value))
+    return said
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [b"x" * 24, struct.pack("<q", 1 << 50), struct.pack("<q", -1), bytes(range(256)) * 100],
-    ids=["text", "a huge size", "a negative size", "binary"],
-)
-def test_a_damaged_address_is_a_lost_peer_and_not_a_crash(pool: Pool, garbage: bytes) -> None:
-    (text,) = pool.run(1, alone, garbage)
-    assert text.startswith("rank 0 could not connect to all other ranks: ")
+def test_a_damaged_address_is_a_lost_peer_and_not_a_crash(pool: Pool) -> None:
+    garbage = [b"x" * 24, struct.pack("<q", 1 << 50), struct.pack("<q", -1), bytes(range(256)) * 100]
+    (said,) = pool.run(1, alone, garbage)
+    assert all(text.startswith("rank 0 could not connect to all other ranks: ") for text in said)
 
 
 def test_a_rank_that_does_not_come_to_connect_is_named(pool: Pool) -> None:
-    ((ok, text),) = pool.run_each([(connects, (0, 3), ())])
-    assert ok
+    (text,) = pool.run(1, connects)
     assert text.startswith("rank 1, 2 did not answer within 1 s")
 
 
 def connects(rank: int, world_size: int, store: Store) -> str:
-    try:
-        Group(store, rank, world_size, 1.0)
-    except PeerLost as error:
-        return str(error)
-    return "nothing"
+    with pytest.raises(PeerLost) as caught:
+        Group(store, rank, 3, 0.6)
+    return str(caught.value)
 
 
-def with_a_mute_service(
-    rank: int, world_size: int, store: Store, port: int, pid: int, connected: bool
-) -> tuple[str, float]:
-    """Connect through a service that is stopped; at once, or when the ranks have connected to make further groups."""
-    membership = meet(Identity(rank, world_size, "test"), settings(20.0), Endpoint("127.0.0.1", port), Listener())
-    theirs = membership.store
-    group = Group(theirs, rank, world_size, 3.0) if connected else None
+def with_a_mute_service(rank: int, world_size: int, store: Store) -> list[tuple[str, float]]:
+    """Connect further groups, and another first one, through a service (rank 2) that is stopped once a group exists."""
+    if rank == 2:
+        serve_ranks(store)
+        return []
+    port, pid, found = int(store.get("port")), int(store.get("pid")), list[tuple[str, float]]()
+    membership = meet(Identity(rank, 2, "test"), settings(20.0), Endpoint("127.0.0.1", port), Listener())
+    group = Group(membership.store, rank, 2, 1.0)
     store.set(f"there/{rank}", "")
-    store.wait([f"there/{other}" for other in range(world_size)], timedelta(seconds=60))
+    store.wait(["there/0", "there/1"], timedelta(seconds=60))
     if rank == 0:
         os.kill(pid, signal.SIGSTOP)
         store.set("mute", "")
     store.wait(["mute"], timedelta(seconds=60))
-    began = time.monotonic()
-    try:
-        if group is None:
-            Group(theirs, rank, world_size, 3.0)
-        else:
-            group.all_gather(torch.zeros(1), (0, 1))
-    except PeerLost as error:
-        return str(error), time.monotonic() - began
-    finally:
-        membership._heartbeat.end()
-    return "nothing", 0.0
+    for connect in (
+        lambda: group.all_gather(torch.zeros(1), (0, 1)),
+        lambda: Group(PrefixStore("second", membership.store), rank, 2, 1.0),
+    ):
+        began = time.monotonic()
+        with pytest.raises(PeerLost) as caught:
+            connect()
+        found.append((str(caught.value), time.monotonic() - began))
+    membership._heartbeat.end()
+    group.close()
+    store.set(f"over/{rank}", "")
+    store.wait(["over/0", "over/1"], timedelta(seconds=60))
+    if rank == 0:
+        os.kill(pid, signal.SIGCONT)
+    store.set(f"left {rank}", "")
+    return found
 
 
-@pytest.mark.parametrize("connected", [False, True])
-def test_a_mute_service_holds_nobody_up_while_ranks_connect(
-    pool: Pool, start: Callable[..., subprocess.Popen[str]], connected: bool
-) -> None:
-    service = start("rendezvous", "--port", "0")
-    assert service.stdout is not None
-    port = int(service.stdout.readline().rpartition(":")[2])
-    for rank, (text, seconds) in enumerate(pool.run(2, with_a_mute_service, port, service.pid, connected)):
-        if connected:
-            assert text.startswith(f"rank {rank} could not connect to all other ranks: ")
-            assert "no answer within 2.0 s" in text
-        else:
-            assert text == "the rendezvous service did not answer within 3 s (no answer within 2.0 s)"
-        assert seconds < 3 + 5  # as for every wait that has a deadline
+def test_a_mute_service_holds_nobody_up_while_ranks_connect(pool: Pool) -> None:
+    for rank, found in enumerate(pool.run(3, with_a_mute_service)[:2]):
+        (further, first) = found
+        assert further[0].startswith(f"rank {rank} could not connect to all other ranks: ")
+        assert "no answer within 2.0 s" in further[0]
+        assert first[0].startswith("the rendezvous service did not answer within 1 s")
+        assert all(seconds < 1 + 5 for _, seconds in found)  # as for every wait that has a deadline

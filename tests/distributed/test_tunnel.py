@@ -30,12 +30,11 @@ from horizonml.security.tls import client_context
 from horizonml.security.token import make_token, parse_token
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import built, session_for, state_of
-from tests.distributed.test_gradients import BY_NAME
 from tests.distributed.truth import FULL, LR, Case, RandomBatch, train
 from tests.programs import need_root
 
 HERE = "127.0.0.1"
-DDP, PIPELINE = "ddp 5, 1f1b, plain", "pipeline 3, 1f1b, normed"
+DDP, PIPELINE = Case("ddp", ((1.0,) * 3,)), Case("pipeline", ((1.0,),) * 3, 5, model="normed")
 STRANGERS = 2000
 
 
@@ -61,16 +60,14 @@ def tunnelled(
     before = listening()  # for groups of earlier tests that are not gone yet
     group = Group(store, rank, world_size, 30.0, hosts, links=links)
     try:
-        (state,) = train_beside_strangers(rank, world_size, store, case, group)
+        state = train_beside_strangers(rank, world_size, store, case, group)
         return state, links.tunnel.usage(), [at for at in listening() if at not in before]
     finally:
         group.close()
         links.tunnel.close()
 
 
-def train_beside_strangers(
-    rank: int, world_size: int, store: Store, case: Case, group: Group
-) -> tuple[dict[str, Tensor]]:
+def train_beside_strangers(rank: int, world_size: int, store: Store, case: Case, group: Group) -> dict[str, Tensor]:
     model = built(f"tests.models:{case.model}")
     session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
     for step in range(3):
@@ -80,7 +77,7 @@ def train_beside_strangers(
             before = len(os.listdir("/dev/fd"))
             store.wait(["attacked"], timedelta(seconds=100))
             assert len(os.listdir("/dev/fd")) <= before + 2, "strangers leave descriptors open"
-    return (state_of(session),)
+    return state_of(session)
 
 
 def listening() -> list[tuple[str, int]]:
@@ -130,9 +127,17 @@ def attack_ranks(pool: Pool, world_size: int, ports: Sequence[int], done: thread
         assert done.wait(60)
 
 
-@pytest.mark.parametrize(("name", "encrypt"), [(DDP, True), (PIPELINE, False)], ids=["encrypted", "plain"])
-def test_through_tunnels_and_beside_strangers_the_result_is_the_same(pool: Pool, name: str, encrypt: bool) -> None:
-    case, token, ports = BY_NAME[name], make_token().text, free_ports(2)
+def on_one_machine(rank: int, world_size: int, store: Store, case: Case) -> dict[str, Tensor]:
+    group = Group(store, rank, world_size, 30.0, ["here"] * world_size)
+    try:
+        return train_beside_strangers(rank, world_size, store, case, group)
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize(("case", "encrypt"), [(DDP, True), (PIPELINE, False)], ids=["encrypted", "plain"])
+def test_through_tunnels_and_beside_strangers_the_result_is_the_same(pool: Pool, case: Case, encrypt: bool) -> None:
+    token, ports = make_token().text, free_ports(2)
     expected = pool.run(case.world_size, train, case)
     with strangers(pool, case.world_size, ports):
         found = pool.run(case.world_size, tunnelled, case, token, ports, encrypt)
@@ -145,23 +150,11 @@ def test_through_tunnels_and_beside_strangers_the_result_is_the_same(pool: Pool,
     assert sum(used.refused for _, used, _ in found) >= 150  # the others still shake hands
     assert all(is_ours(at) for _, _, listeners in found for at, _ in listeners), "gloo listens on loopback only"
     assert all(listeners for _, _, listeners in found)
-
-
-def on_one_machine(rank: int, world_size: int, store: Store, case: Case) -> dict[str, Tensor]:
-    group = Group(store, rank, world_size, 30.0, ["here"] * world_size)
-    try:
-        return train_beside_strangers(rank, world_size, store, case, group)[0]
-    finally:
-        group.close()
-
-
-def test_on_one_machine_strangers_change_nothing(pool: Pool) -> None:
-    case = BY_NAME[DDP]
-    expected = pool.run(case.world_size, train, case)
-    with strangers(pool, case.world_size):
-        found = pool.run(case.world_size, on_one_machine, case)
-    for (state, _), through in zip(expected, found, strict=True):
-        assert all(torch.equal(value, state[key]) for key, value in through.items())
+    if encrypt:  # and on one machine, without any tunnel
+        with strangers(pool, case.world_size):
+            states = pool.run(case.world_size, on_one_machine, case)
+        for (state, _), here in zip(expected, states, strict=True):
+            assert all(torch.equal(value, state[key]) for key, value in here.items())
 
 
 def broken_off(rank: int, world_size: int, store: Store, token: str, ports: Sequence[int]) -> list[Any]:
@@ -203,7 +196,7 @@ def without_a_way(rank: int, world_size: int, store: Store, token: str, ports: S
     """Rank 1 has another token than rank 0, whom it connects to."""
     hosts, links = linked(rank, world_size, token if rank == 0 else make_token().text, ports, True)
     try:
-        Group(store, rank, world_size, 3.0, hosts, links=links)
+        Group(store, rank, world_size, 1.0, hosts, links=links)
     except PeerLost as error:
         return str(error)
     finally:
