@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import resource
 import socket
 import ssl
@@ -17,15 +16,13 @@ from unittest.mock import patch
 
 import psutil
 
-from horizonml.machine.network import use_interface
+from horizonml.machine.network import listen, use_interface
 from horizonml.rendezvous import membership
 from horizonml.rendezvous.client import Client, Endpoint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
-from horizonml.rendezvous.messages import (
-    Departure,
-)
+from horizonml.rendezvous.messages import Departure
 from horizonml.rendezvous.wire import encode, hello
 from horizonml.security.tls import client_context
 from horizonml.security.token import INSECURE, TOKEN, Token
@@ -41,13 +38,15 @@ class Target:
     def __init__(self, folder: Path, token: Token | None) -> None:
         self.token, self._log = token, folder / "service.log"
         secret = {TOKEN: token.text} if token is not None else {INSECURE: "1"}
-        with self._log.open("wb") as log:
-            self._process = begin(folder, "rendezvous", "--port", "0", env=environment(**secret), stderr=log)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        found = re.search(r":(\d+)$", line.strip())
-        assert found, f"the service said {line!r}: {self.log()}"
-        self.port = int(found[1])
+        with self._log.open("wb") as log, listen(LOCAL, 0) as listener:
+            # As launchers start it: so it does not wait for ranks of a service before it.
+            command = ("rendezvous", "--inherited", str(listener.fileno()))
+            files = {"stderr": log, "pass_fds": (listener.fileno(),)}
+            self._process = begin(folder, *command, env=environment(**secret), **files)
+            self.port = int(listener.getsockname()[1])
+            assert self._process.stdout is not None
+            line = self._process.stdout.readline()
+        assert line.startswith("rendezvous service on"), f"the service said {line!r}: {self.log()}"
         self.process = psutil.Process(self._process.pid)
         self.ranks: Ranks | None = None  # who go on during all attacks
 
@@ -197,12 +196,14 @@ def undisturbed(target: Target) -> Iterator[Ranks]:
     target.check_log()
 
 
-def connect(port: int, address: str = LOCAL) -> socket.socket:
+def connect(port: int) -> socket.socket:
     """A connection, tried again for as long as the service has no room for it."""
     deadline = time.monotonic() + 20.0
     while True:
         try:
-            return socket.create_connection((address, port), timeout=20.0)
+            connection = socket.create_connection((LOCAL, port), timeout=20.0)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
         except (ConnectionResetError, TimeoutError):
             assert time.monotonic() < deadline
 

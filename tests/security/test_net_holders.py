@@ -7,21 +7,26 @@ import itertools
 import json
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from horizonml.rendezvous.service import MOST_VALUE
+from horizonml.machine.network import listen
+from horizonml.rendezvous import server
+from horizonml.rendezvous.service import MOST_VALUE, Service
 from horizonml.rendezvous.wire import encode, hello
+from horizonml.security.tls import server_context
 from horizonml.security.token import make_token
 from tests.distributed.processes import wait_for
 from tests.rosters import rank
-from tests.security.net import ENDED, Target, many_files, undisturbed
+from tests.security.net import ENDED, LOCAL, Raw, Target, client_hello, connect, many_files, undisturbed
 
 GOOD = asdict(rank(0, world_size=2, pid=4_000_000_000))
 ASK = {"host_id": "pi", "pid": 7, "digest": "d9", "world_size": 2, "most": 4}
@@ -174,40 +179,6 @@ def forged_lines(target: Target) -> None:
     time.sleep(0.5)  # in which it would be logged
 
 
-def slow_request(target: Target) -> None:
-    """A request that comes one byte at a time, and one that never ends: 10 s are given for it."""
-    with target.raw() as peer, target.raw() as endless:
-        line = encode({"do": "status"})
-        for at in range(len(line)):
-            peer.say(line[at : at + 1])
-        assert "missing" in peer.hear()
-        endless.say(b"{")
-        began = time.monotonic()
-        assert endless.hear() == {}
-        assert time.monotonic() - began < 20.0
-
-
-def never_reading(target: Target) -> None:
-    """Long answers that are not read are given up, and take bounded memory."""
-    memory = target.megabytes()
-    member, group = lone_group(target)
-    with member:
-        for one in range(10):
-            assert group({"do": "set", "key": f"k{one}", "value": base64.b64encode(bytes(MOST_VALUE)).decode()}) == {}
-        assert "more than" in group({"do": "get", "keys": ["k1"] * 10_000, "seconds": 0})["error"]
-        assert len(group({"do": "get", "keys": [f"k{one}" for one in range(10)], "seconds": 0})["values"]) == 10
-        group({"do": "leave", "leave": {"reason": "done", "kind": "done"}})
-    assert target.megabytes() < memory + 60
-
-
-def lone_group(target: Target) -> tuple[Any, Callable[[dict[str, Any]], dict[str, Any]]]:
-    """A group of one rank, which meets at a service where nothing runs."""
-    peer = target.raw()
-    assert peer.ask({"do": "join", "id": number(), "join": asdict(rank(0, world_size=1, pid=77))}) == {}
-    assert until_verdict(peer)["rank"] == 0
-    return peer, peer.ask
-
-
 DEEP = b"[" * 200_000
 ATTACKS: dict[str, Callable[[Target], None]] = {
     "no hello": refused(encode({"do": "status"}), "says hello first", greet=False),
@@ -215,12 +186,9 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "a long hello": refused(b"x" * 5000, "too long", greet=False),
     "a long line": refused(b"x" * (1 << 20), ""),
     "deep nesting": refused(b'{"do": ' + DEEP + b"\n", "nested too deeply"),
-    "deep nesting in objects": refused(b'{"do": ' + b'{"a":' * 40_000 + b"\n", "nested too deeply"),
     "no JSON": refused(b"\xff\xfe{\n", "decode"),
     "no object": refused(b"[1]\n", "not an object"),
-    "an empty line": refused(b"\n", ""),
     "Infinity": refused(b'{"do": "beat", "count": Infinity}\n', "Infinity is not a number"),
-    "NaN": refused(b'{"do": "beat", "count": NaN}\n', "NaN is not a number"),
     "a number of 100,000 digits": refused(b'{"do": ' + b"9" * 100_000 + b"}\n", ""),
     "an endless time": refused(
         b'{"do": "join", "id": 1, "join": ' + json.dumps({**GOOD, "up": 0.5}).replace("0.5", "1e999").encode() + b"}\n",
@@ -229,9 +197,7 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "a key twice": refused(b'{"do": "beat", "do": "nothing"}\n', "knows no request 'nothing'"),
     "two requests at once": refused(encode({"do": "status"}) * 2, "waits for the answer"),
     "an unknown request": asked("knows no request", do="exec"),
-    "a request that is no name": asked("knows no request", do=["join"]),
     "a world of 30,000,000": asked("world_size must be", do="join", id=7, join={**GOOD, "world_size": 30_000_000}),
-    "a rank of -1": asked("rank must be", do="join", id=7, join={**GOOD, "rank": -1}),
     "ranks beyond all worlds": asked("beside must be", do="resume", id=7, resume=GOOD, beside=[1 << 40]),
     "a join of the far future": asked("of another run", do="join", id=7, join={**GOOD, "generation": 1 << 52}),
     "wrong types everywhere": each_field,
@@ -240,23 +206,55 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "forged reports": forged_reports,
     "another job's rank": another_job,
     "lines of a log": forged_lines,
-    "a slow request": slow_request,
 }
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_a_peer_that_misbehaves_does_no_harm(target: Target, name: str) -> None:
-    with undisturbed(target):
-        ATTACKS[name](target)
+def test_a_peer_that_misbehaves_does_no_harm(target: Target, subtests: pytest.Subtests) -> None:
+    for name, attack in ATTACKS.items():
+        with subtests.test(name), undisturbed(target):
+            attack(target)
 
 
-@pytest.mark.parametrize(
-    "name", ["a long hello", "a long line", "deep nesting", "two requests at once", "forged reports"]
-)
-def test_a_peer_with_the_token_that_misbehaves_does_no_harm(secured: Target, name: str) -> None:
+def test_a_peer_with_the_token_that_misbehaves_does_no_harm(secured: Target, subtests: pytest.Subtests) -> None:
     """The service gets the same once it has decrypted it, but in other pieces."""
-    with undisturbed(secured):
-        ATTACKS[name](secured)
+    for name in ("a long hello", "a long line", "two requests at once", "forged reports"):
+        with subtests.test(name), undisturbed(secured):
+            ATTACKS[name](secured)
+
+
+def test_who_is_slow_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handshake that comes byte by byte and is never finished, and a request that is none in the end."""
+    for name in ("_HELLO_SECONDS", "_REQUEST_SECONDS"):
+        monkeypatch.setattr(server, name, 0.5)
+    token = make_token()
+    for tls, said in ((server_context(token), client_hello()[:-1]), (None, encode(hello())[:-1])):
+        with running(tls) as port, connect(port) as stranger:
+            stranger.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            began = time.monotonic()
+            for byte in said:
+                stranger.sendall(bytes([byte]))
+            with suppress(ConnectionError):
+                assert not stranger.recv(100)
+            assert 0.4 < time.monotonic() - began < 5.0
+    with running(None) as port, Raw(connect(port), greet=True) as peer, Raw(connect(port), greet=True) as endless:
+        for byte in encode({"do": "status"}):
+            peer.say(bytes([byte]))
+        assert "missing" in peer.hear(), "a request may come in many pieces"
+        endless.say(b"{")
+        began = time.monotonic()
+        assert endless.hear() == {}
+        assert time.monotonic() - began < 5.0
+
+
+@contextmanager
+def running(tls: ssl.SSLContext | None) -> Iterator[int]:
+    """Yield the port of a service in this process."""
+    over, service = threading.Event(), Service(listen(LOCAL, 0), tls)
+    thread = threading.Thread(target=service.run, args=(over.is_set,))
+    thread.start()
+    yield service.port
+    over.set()
+    thread.join()
 
 
 def test_no_rank_writes_what_belongs_to_another(target: Target) -> None:
@@ -278,15 +276,9 @@ def test_many_connections_of_one_peer_leave_nothing_behind(secured: Target) -> N
         wait_for(lambda: secured.descriptors() <= files, "the descriptors of peers", 20)
 
 
-def test_what_a_rank_keeps_at_the_service_and_asks_for_is_bounded(tmp_path_factory: pytest.TempPathFactory) -> None:
-    target = Target(tmp_path_factory.mktemp("service"), None)
-    never_reading(target)
-    target.end()
-
-
-def test_answers_that_nobody_reads_are_bounded(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_a_rank_keeps_at_the_service_and_asks_for_is_bounded(tmp_path: Path) -> None:
     """60 connections of one member ask for 3 MB each, and read nothing."""
-    target = Target(tmp_path_factory.mktemp("service"), None)
+    target = Target(tmp_path, None)
     one, fingerprint = number(), rank(0, world_size=1, pid=77)
     with target.raw() as peer:
         assert peer.ask({"do": "join", "id": one, "join": asdict(fingerprint)}) == {}
@@ -294,7 +286,10 @@ def test_answers_that_nobody_reads_are_bounded(tmp_path_factory: pytest.TempPath
         member = asdict(replace(fingerprint, generation=verdict["generation"], group_size=1))
         names = [f"k{each}" for each in range(16)]
         for name in names:
-            peer.ask({"do": "set", "key": name, "value": base64.b64encode(bytes(MOST_VALUE)).decode()})
+            content = base64.b64encode(bytes(MOST_VALUE)).decode()
+            assert peer.ask({"do": "set", "key": name, "value": content}) == {}
+        assert "more than" in peer.ask({"do": "get", "keys": ["k1"] * 10_000, "seconds": 0})["error"]
+        assert len(peer.ask({"do": "get", "keys": names, "seconds": 0})["values"]) == len(names)  # type: ignore[arg-type]
         memory = target.megabytes()
         others = [target.raw() for _ in range(60)]
         for beat, other in enumerate(others):
