@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 
@@ -26,16 +25,14 @@ from horizonml.rendezvous.messages import (
 )
 from horizonml.rendezvous.service import MOST_VALUE, Keys
 from horizonml.rendezvous.wire import MOST_RANKS, PROTOCOL, check_hello, encode, fields_of, hello, parse, read
-from horizonml.text import printable
 from tests.rosters import rank
 
 LOST = (Lost(1, "pi", "gives no sign of life", 5.25), Lost(2, "", "left: no memory", 0.0))
 HELD = HeldBack("it dies", 8.5, own=True, probe=(("10.0.0.1", 29401),))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
+def test_a_message_survives_the_way_over_the_wire() -> None:
+    for message in (
         rank(2, generation=3, group_size=3, replace_timeout=7.5, min_world_size=2, hostname="pi-küche"),
         Join(7, rank(0)),
         Ask(7, NumberRequest("m1/10.0.0.1", 42, "d1", 3, 5)),
@@ -45,114 +42,71 @@ HELD = HeldBack("it dies", 8.5, own=True, probe=(("10.0.0.1", 29401),))
         BeatAnswer(GroupStatus((1, 2), 3, True, (3,), ("rank 2 has job evil",), "waiting for rank 1", (HELD,))),
         BeatAnswer(GroupStatus(), JoinVerdict(refused="it is there twice"), Ended("it is over", LOST, evicted=True)),
         Peers(None, {1: Farewell("bye", Departure.DONE)}, {0: 5, 1: 7}),
-    ],
-)
-def test_a_message_survives_the_way_over_the_wire(message: Any) -> None:
-    assert read(type(message), parse(encode(fields_of(message, "something")))) == message
+    ):
+        assert read(type(message), parse(encode(fields_of(message, "something")))) == message
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_what_no_rank_says_of_itself_is_refused() -> None:
+    for changes, words in (
         ({"rank": -1}, f"rank must be a whole number from 0 to {MOST_RANKS - 1}, not -1"),
         ({"rank": 3}, "rank must be a whole number from 0 to 2, not 3"),
         ({"rank": True}, "not True"),
         ({"rank": 1.0}, "not 1.0"),
-        ({"rank": "1"}, "not '1'"),
-        ({"rank": None}, "not None"),
         ({"rank": 10**200}, "not 1000000000000000"),
         ({"world_size": 30_000_000}, f"world_size must be a whole number from 1 to {MOST_RANKS}, not 30000000"),
-        ({"world_size": 0}, "not 0"),
         ({"generation": 1 << 60}, "generation must be"),
-        ({"group_size": 1 << 20}, "group_size must be"),
         ({"replace_timeout": float("inf")}, "replace_timeout must be seconds from 0 to 1e+09, not inf"),
         ({"replace_timeout": float("nan")}, "not nan"),
-        ({"replace_timeout": -1}, "not -1"),
         ({"hostname": "pi\nERROR: forged"}, r"must be at most 255 printable characters, not 'pi\nERROR: forged'"),
-        ({"hostname": "\x1b[2J"}, "not '\\x1b[2J'"),
         ({"job": "x" * 256}, "job must be at most 255"),
         ({"machine": ["m"]}, "machine must be at most 255 printable characters, not list"),
-        ({"pid": 0}, "pid must be"),
-        ({"min_world_size": 0}, "min_world_size must be"),
-        ({"max_world_size": -1}, "max_world_size must be"),
-        ({"begin_with": MOST_RANKS + 1}, "begin_with must be"),
-    ],
-)
-def test_what_no_rank_says_of_itself_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 (its text is looked at)
-        read(Fingerprint, asdict(rank(1)) | changes)
-    assert words in str(caught.value)
-    assert len(str(caught.value)) < 200
-    assert str(caught.value).isprintable()
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 (its text is looked at)
+            read(Fingerprint, asdict(rank(1)) | changes)
+        assert words in str(caught.value)
+        assert len(str(caught.value)) < 200
+        assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
+def test_what_is_no_message_is_refused() -> None:
+    for content, words in (
         (b"[" * 60_000, "nested too deeply"),
-        (b'{"id": ' + b'{"a":' * 10_000, "nested too deeply"),
         (b'{"id": 1, "leave": Infinity}', "Infinity is not a number"),
-        (b'{"id": NaN}', "NaN is not a number"),
         (b'{"id": 1' + b"0" * 5000 + b"}", "integer string conversion"),
         (b"x" * (8 << 20), "8388608 bytes are too long"),
         (b"[]", "not an object"),
         (b"{", "Expecting property name"),
         (b"\xff\xfe\x00", "decode"),
-        (b"", "Expecting value"),
-    ],
-)
-def test_what_is_no_message_is_refused(content: bytes, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        parse(content)
+    ):
+        with pytest.raises(ValueError, match=words):
+            parse(content)
 
 
-def test_texts_from_the_network_are_shown_on_one_line() -> None:
-    assert printable("done\nERROR: forged\x1b[31m\u202e") == "done ERROR: forged [31m "
-    assert printable("x" * 600) == "x" * 500 + " ..."
-
-
-@pytest.mark.parametrize(
-    ("kind", "said", "words"),
-    [
-        *((Fingerprint, said, "must be") for said in (None, 3, "x", [], {})),
-        (Join, {"join": asdict(rank(0))}, "id must be a whole number"),
-        (Join, {"id": 7}, "join must be an object, not None"),
+def test_a_malformed_message_is_refused_with_the_path_to_what_is_wrong() -> None:
+    for kind, said, words in (
+        (Fingerprint, "x", "must be an object"),
+        (Fingerprint, {}, "rank must be"),
         (Join, {"id": 7, "join": asdict(rank(0)) | {"pid": 0}}, r"join\.pid must be a whole number"),
-        (Ask, {"id": 7, "ask": 3}, "ask must be an object, not 3"),
-        (Ask, {"id": 7, "ask": {"host_id": "m", "pid": 0}}, r"ask\.pid must be"),
-        (Resume, {"id": 7, "resume": [], "beside": []}, "resume must be an object, not list"),
         (Resume, {"id": 7, "resume": asdict(rank(1)), "beside": [True]}, "beside must be a whole number"),
         (Resume, {"id": 7, "resume": asdict(rank(1))}, "beside must be a list of at most 4096 ranks"),
         *(
             (JoinVerdict, asdict(JoinVerdict(3, 1, [rank(0), rank(1)])) | changes, "must be")
-            for changes in ({"rank": 2}, {"rank": "1"}, {"members": []}, {"members": 1}, {"members": [{}]})
+            for changes in ({"rank": 2}, {"members": []}, {"members": [{}]})
         ),
         (JoinVerdict, asdict(JoinVerdict(0, 1, [rank(0), rank(1)])), "must be"),
-        *(
-            (Ended, {"reason": ""} | said, r"lost.* must be")
-            for said in ({"lost": 3}, {"lost": [3]}, {"lost": [asdict(LOST[0]) | {"silent": -1}]})
-        ),
-        (GroupStatus, {"missing": [-1]}, "missing must be"),
+        (Ended, {"reason": "", "lost": [asdict(LOST[0]) | {"silent": -1}]}, r"lost.* must be"),
         (GroupStatus, {"held": [asdict(HELD) | {"probe": [["pi", 1]]}]}, "probe"),
         (Peers, {"ended": None, "gone": {}, "beats": {"x": 1}}, "beats must be an object with ranks"),
-    ],
-)  # fmt: skip
-def test_a_malformed_message_is_refused_with_the_path_to_what_is_wrong(
-    kind: type[Any], said: object, words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        read(kind, said)
+    ):
+        with pytest.raises(ValueError, match=words):
+            read(kind, said)
 
 
-@pytest.mark.parametrize("said", [None, "gone", [], {"reason": "a\nb", "kind": "unheard of"}])
-def test_a_rank_that_leaves_is_never_held_back_by_its_words(said: object) -> None:
-    farewell = read(Leave, {"leave": said}).leave
-    assert farewell.kind is Departure.OTHER
-    assert farewell.reason.isprintable()
-
-
-def test_who_is_lost_reads_as_a_sentence() -> None:
-    assert [str(one) for one in LOST] == ["rank 1 on pi gives no sign of life (5.2 s)", "rank 2 left: no memory"]
+def test_a_rank_that_leaves_is_never_held_back_by_its_words() -> None:
+    for said in (None, "gone", {"reason": "a\nb", "kind": "unheard of"}):
+        farewell = read(Leave, {"leave": said}).leave
+        assert farewell.kind is Departure.OTHER
+        assert farewell.reason.isprintable()
 
 
 def test_a_client_of_another_protocol_is_told_so() -> None:
