@@ -50,10 +50,6 @@ def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[bytes | ssl.S
 def test_whoever_has_the_token_is_let_in_by_tls_1_3() -> None:
     token = make_token()
     assert shake(server_context(token), client_context(parse_token(token.text))) == (b"welcome", "TLSv1.3")
-
-
-def test_both_sides_name_the_protocol_that_they_speak() -> None:
-    token = make_token()
     ours, theirs = socket.socketpair()
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(server_context(token).wrap_socket, ours, server_side=True)
@@ -68,50 +64,24 @@ def test_another_token_is_refused_by_both_sides() -> None:
     assert "certificate verify failed" in str(client)
 
 
-def test_a_client_that_trusts_everyone_and_shows_nothing_is_refused() -> None:
-    careless = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    careless.check_hostname, careless.verify_mode = False, ssl.CERT_NONE
-    client, server = shake(server_context(make_token()), careless)
-    assert not isinstance(client, bytes) or not client
-    assert "certificate" in str(server)
-
-
-def test_a_client_that_shows_another_token_and_trusts_everyone_is_refused() -> None:
-    forged = client_context(make_token())
-    forged.verify_mode = ssl.CERT_NONE
-    client, server = shake(server_context(make_token()), forged)
-    assert not isinstance(client, bytes) or not client
-    assert "verify failed" in str(server)
-
-
-def test_older_versions_of_tls_are_refused() -> None:
-    token = make_token()
-    old = client_context(token)
-    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
-    assert isinstance(shake(server_context(token), old)[1], ssl.SSLError)
-
-
 def test_a_token_is_shown_by_nothing_but_its_text() -> None:
     token = make_token()
     assert token.text[4:] not in f"{token!r} {token} {token.id}"
     assert len(token.id) == 8
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda text: "secret", "does not begin with hml-"),
-        (lambda text: text[:-1], "has 39 characters"),
-        (lambda text: text[:10] + ("a" if text[10] != "a" else "b") + text[11:], "mistyped"),
-        (lambda text: text[:20] + "1" + text[21:], "mistyped"),  # base32 has no 1
-        (lambda text: text.upper().replace("HML", "hml"), "mistyped"),
-    ],
-)
-def test_what_is_no_token_is_refused_without_being_shown(change, words: str) -> None:  # type: ignore[no-untyped-def]
-    wrong = change(make_token().text)
-    with pytest.raises(SecurityError, match=words) as caught:
-        parse_token(wrong)
-    assert wrong not in str(caught.value)
+def test_what_is_no_token_is_refused_without_being_shown() -> None:
+    text = make_token().text
+    for wrong, words in (
+        ("secret", "does not begin with hml-"),
+        (text[:-1], "has 39 characters"),
+        (text[:10] + ("a" if text[10] != "a" else "b") + text[11:], "mistyped"),
+        (text[:20] + "1" + text[21:], "mistyped"),  # base32 has no 1
+        (text.upper().replace("HML", "hml"), "mistyped"),
+    ):
+        with pytest.raises(SecurityError, match=words) as caught:
+            parse_token(wrong)
+        assert wrong not in str(caught.value)
 
 
 def test_the_environment_comes_before_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -123,12 +93,9 @@ def test_the_environment_comes_before_the_file(monkeypatch: pytest.MonkeyPatch, 
     assert find_token() == given
 
 
-def test_a_named_file_must_be_there() -> None:
+def test_a_file_that_is_not_there_or_that_others_may_read_is_refused() -> None:
     with pytest.raises(SecurityError, match="no such file"):
         find_token()
-
-
-def test_a_file_that_others_may_read_is_refused() -> None:
     file = save_token(make_token())
     for mode in (0o644, 0o640, 0o604):
         file.chmod(mode)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
-import ssl
 import subprocess
 import sys
 from ipaddress import IPv4Address
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,11 +16,9 @@ from hypothesis import strategies as st
 from horizonml.comm.tunnel.addresses import (
     HEADER_BYTES,
     Target,
-    TunnelAnswer,
     connected_from,
     entries,
     is_ours,
-    kernel_table,
     listener_of,
     others_connected,
     own_address,
@@ -57,9 +54,9 @@ def test_of_two_ranks_both_find_the_same_one_greater() -> None:
         assert own_address(one) != stand_in_address(other)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1", "0.0.0.0", "127.128.0.0", "::1", "nonsense", ""])
-def test_a_tunnel_leads_to_no_other_address(address: str) -> None:
-    assert not is_ours(address)
+def test_a_tunnel_leads_to_no_other_address() -> None:
+    for address in ("127.0.0.1", "127.128.0.0", "10.0.0.1", "0.0.0.0", "::1", "nonsense", ""):
+        assert not is_ours(address)
 
 
 @pytest.mark.skipif(sys.byteorder != "little", reason="the table was written by such a machine")
@@ -73,15 +70,6 @@ def test_the_kernels_table_tells_who_listens_and_who_connects() -> None:
     assert not others_connected(TABLE, ("127.64.0.4", 33949), 1001)
     assert not others_connected(TABLE, ("127.64.0.6", 33949), 1000)
     assert len(list(entries(TABLE))) == 3
-
-
-def test_this_machines_table_is_understood() -> None:
-    with socket.create_server((own_address(9), 0)) as listener:
-        port = listener.getsockname()[1]
-        assert listener_of(kernel_table(), own_address(9), port) == os.geteuid()
-        with socket.create_connection((own_address(9), port)) as connection:
-            source = connection.getsockname()
-            assert connected_from(kernel_table(), source, (own_address(9), port)) == os.geteuid()
 
 
 def test_a_published_address_is_found_and_moved() -> None:
@@ -107,63 +95,40 @@ def test_a_damaged_address_is_refused_or_read_within_its_bounds(content: bytes) 
     assert len(published.moved("127.64.0.5", 80)) == len(content)
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_header_comes_back_as_it_was(plain: bool) -> None:
-    target = Target(own_address(3), 4711, plain)
-    assert len(target.to_bytes()) == HEADER_BYTES
-    assert Target.from_bytes(target.to_bytes()) == target
-
-
 @given(st.binary(max_size=2 * HEADER_BYTES))
 def test_foreign_bytes_are_no_header(content: bytes) -> None:
     with pytest.raises(ValueError, match="header"):
         Target.from_bytes(content)
 
 
-@pytest.mark.parametrize("target", [Target("127.0.0.1", 22, False), Target("10.0.0.1", 22, False)])
-def test_a_header_that_leads_elsewhere_is_refused(target: Target) -> None:
+def test_a_header_comes_back_as_it_was_unless_it_leads_elsewhere() -> None:
+    for target in (Target(own_address(3), 4711, False), Target(own_address(3), 4711, True)):
+        assert len(target.to_bytes()) == HEADER_BYTES
+        assert Target.from_bytes(target.to_bytes()) == target
     with pytest.raises(ValueError, match="no tunnel sends"):
-        Target.from_bytes(target.to_bytes())
+        Target.from_bytes(Target("127.0.0.1", 22, False).to_bytes())
 
 
-def test_every_answer_has_words() -> None:
-    assert len({answer.words for answer in TunnelAnswer}) == len(TunnelAnswer)
-
-
-@pytest.mark.parametrize(
-    ("processors", "ciphers"),
-    [
+def test_a_processor_without_instructions_for_aes_offers_nothing_else_than_chacha() -> None:
+    for processors, ciphers in (
         ("processor\t: 0\nflags\t\t: fpu sse2 aes avx\n", [AES, CHACHA]),
         ("Features\t: fp asimd aes pmull\n", [AES, CHACHA]),
         ("Features\t: fp asimd evtstrm crc32 cpuid\nHardware : aes\n", [CHACHA]),  # a Raspberry Pi 4
         ("", [CHACHA]),
-    ],
-)
-def test_a_processor_without_instructions_for_aes_offers_nothing_else_than_chacha(
-    processors: str, ciphers: list[str]
-) -> None:
-    assert offered(processors) == ciphers
+    ):
+        assert offered(processors) == ciphers
 
 
-@pytest.mark.parametrize("ciphers", [[CHACHA], [AES, CHACHA]])
-def test_a_process_offers_the_ciphers_that_its_configuration_names(tmp_path: object, ciphers: list[str]) -> None:
-    file = f"{tmp_path}/openssl.cnf"
-    with open(file, "w", encoding="ascii") as opened:
-        opened.write(configuration(ciphers))
+def test_a_process_offers_the_ciphers_that_its_configuration_names(tmp_path: Path) -> None:
+    file = tmp_path / "openssl.cnf"
+    file.write_text(configuration([CHACHA]))
     program = (
         "import ssl; c = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT); c.minimum_version = ssl.TLSVersion.TLSv1_3; "
         "print(*[one['name'] for one in c.get_ciphers() if one['protocol'] == 'TLSv1.3'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "OPENSSL_CONF": file},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert done.stdout.split() == ciphers
-    assert ssl.HAS_TLSv1_3
+    env = {**os.environ, "OPENSSL_CONF": str(file)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [CHACHA]
 
 
 def test_a_machine_may_have_another_port() -> None:
