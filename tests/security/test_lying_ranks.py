@@ -76,19 +76,8 @@ def gathers(rank: int, group: Group) -> None:
 
 
 def test_a_value_of_another_kind_loses_the_rank_by_name(pool: Pool) -> None:
-    lies = [
-        "null",
-        "[1]",
-        '["1", 2]',
-        "[true, 2]",
-        "[-1, 2]",
-        "[1e400, 2]",
-        "[1, NaN]",
-        "[9, 2]",
-        '{"a": 1}',
-        "[1, [2]]",
-    ]
-    lies += ['["\\u001b[2J", 1]', "[" * 900 + "]" * 900]
+    kinds = ["null", "[1]", '["1", 2]', "[true, 2]", "[-1, 2]", "[1e400, 2]", "[1, NaN]", "[9, 2]", '{"a": 1}']
+    lies = [*kinds, "[1, [2]]", '["\\u001b[2J", 1]', "[" * 900 + "]" * 900]
     for text in pool.run(2, lied_to, lies, gathers)[0]:
         assert text.startswith("PeerLost rank 1 sent something else than is expected here: ")
         assert text.isprintable()
