@@ -55,24 +55,6 @@ class FreezesNormsAtRoot(Base):
         return self
 
 
-class _FrozenNorm(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.norm(super().forward(value))
-
-    def train(self, mode: bool = True) -> nn.Module:
-        super().train(mode)
-        self.norm.eval()
-        return self
-
-
-class FreezesNormsInBlock(Base):
-    block = _FrozenNorm
-
-
 class AsksForTensor(Base):
     def forward(self, value: Tensor) -> Tensor:
         value = self.stem(value.flatten(1))
@@ -96,16 +78,6 @@ class AddsWhatABlockStored(Base):
 
     def forward(self, value: Tensor) -> Tensor:
         return self.head(self.body(value)) + self.middle.aux * self.head.bias
-
-
-class CollectsFeatures(Base):
-    def forward(self, value: Tensor) -> Tensor:
-        self.features = []
-        value = self.stem(value.flatten(1))
-        for block in (self.first, self.middle, self.last):
-            value = block(value)
-            self.features.append(value)
-        return self.head(sum(self.features))
 
 
 class _DropsByPython(Block):
@@ -186,20 +158,6 @@ class CountsCalls(Base):
         return self.head(self.body(value)) * (1 + self.calls)
 
 
-class _CountsCalls(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.calls += self.training
-        return super().forward(value) / self.calls
-
-
-class CountsCallsInBlock(Base):
-    block = _CountsCalls
-
-
 class TriesToRead(Base):
     def forward(self, value: Tensor) -> Tensor:
         found = self.body(value)
@@ -210,43 +168,15 @@ class TriesToRead(Base):
         return self.head(found * factor)
 
 
-class ChangesBuffersAtRoot(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, value: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.seen.add_(1.0)
-        return self.head(self.body(value)) / (1 + self.seen)
-
-
 class LeavesParameterUnused(Base):
     def __init__(self) -> None:
         super().__init__()
         self.aside = nn.Linear(3, 3)
 
 
-class Ties(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last.inner.weight = self.first.inner.weight
-
-
 class UsesAnothersWeight(Base):
     def forward(self, value: Tensor) -> Tensor:
         return self.head(functional.linear(self.body(value), self.first.inner.weight))
-
-
-class UsesModuleTwice(Base):
-    def forward(self, value: Tensor) -> Tensor:
-        return self.head(self.first(self.body(value)))
-
-
-class ReturnsMapping(Base):
-    def forward(self, value: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.head(self.body(value))}
 
 
 class BuildsLazily(Base):

@@ -126,17 +126,6 @@ class GoesInCycles(Base):
         return self.head(self.body(value) * scale)
 
 
-class LearnsInside(Base):
-    """Takes a step of its own in the forward, as MAML does."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        found = self.body(value)
-        with torch.enable_grad():
-            loss = self.head.weight.square().sum()
-            (slope,) = torch.autograd.grad(loss, self.head.weight)
-        return nn.functional.linear(found, self.head.weight - 0.1 * slope, self.head.bias)
-
-
 class _Centers(Block):
     """Puts another tensor in the place of its buffer, as DINO does with the centre of its teacher."""
 
@@ -195,7 +184,6 @@ REFUSALS = {
     "LeavesTiesAlone": "in the same order each time",
     "CountsInAHook": r"changes a hook of stem\.weight",
     "GoesInCycles": "scales, which its code sets, is not the same|its outputs differ",
-    "LearnsInside": "it does not run in parts",
     "SharesABuffer": "are one buffer that changes",
     "DropsLayersByPython": DRAWS,
     "DropsLayersByNumpy": DRAWS,
@@ -209,7 +197,6 @@ REFUSALS = {
     "SharesAFunction": r"\.noted, which stages",
     "SharesTheEnvironment": "changes os.environ",
     "CountsInAnObject": "counter, which its code sets, is not the same",
-    "ReadsWhatABlockCounts": "sets passes, which ReadsWhatABlockCounts reads",
     "OrdersRows": "needs rows in the order of the whole batch",
     "ReadsAProperty": "sets calls, which ReadsAProperty reads",
     "ReadsACounterInTrain": "sets calls, which train reads",

@@ -125,23 +125,6 @@ class CountsInAnObject(Base):
         return self.head(found) * (3 if self.counter.count > 1 else 1)
 
 
-class _CountsInteger(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.passes = 0
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.passes += self.training
-        return super().forward(value)
-
-
-class ReadsWhatABlockCounts(Base):
-    block = _CountsInteger
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.head(self.body(value)) * (1 if self.middle.passes > 20 else 2)
-
-
 class DrawsFromItsOwn(Base):
     def __init__(self) -> None:
         super().__init__()

@@ -239,11 +239,10 @@ class Returning(nn.Module):
 class Stubborn(nn.Module):
     """Branches on what it is given, so it cannot be traced. Takes `[b, 1, 8, 8]`."""
 
-    def __init__(self, num_classes: int = 10, shared: bool = False, glued: bool = False) -> None:
+    def __init__(self, num_classes: int = 10, shared: bool = False) -> None:
         super().__init__()
         block = nn.Linear(64, 64)
         self.blocks = nn.ModuleList([block if shared and n % 2 == 0 else nn.Linear(64, 64) for n in range(5)])
-        self.scale = nn.Parameter(torch.ones(64)) if glued else None
         self.register_buffer("shift", torch.full((64,), 0.5), persistent=False)
         self.dropout, self.out = nn.Dropout(0.5), nn.Linear(64, num_classes)
 
@@ -253,20 +252,7 @@ class Stubborn(nn.Module):
         value = value.flatten(1) + self.shift
         for block in self.blocks:
             value = value + self.dropout(block(value).tanh())
-            value = value if self.scale is None else value * self.scale
         return self.out(value)
-
-
-class ModeItself(nn.Module):
-    """Its own forward, which is that of no part, differs between training and evaluation. Takes `[b, 1, 8, 8]`."""
-
-    def __init__(self, num_classes: int = 10) -> None:
-        super().__init__()
-        self.first, self.out = nn.Linear(64, 64), nn.Linear(64, num_classes)
-
-    def forward(self, value: Tensor) -> Tensor:
-        value = functional.dropout(value.flatten(1), 0.5, self.training)
-        return self.out(self.first(value).tanh())
 
 
 class StubbornUNet(nn.Module):

@@ -18,7 +18,7 @@ from horizonml.api.exports.export import export
 from horizonml.api.exports.trained import load_trained
 from horizonml.errors import CheckpointError, HorizonError
 from horizonml.job.jobfile import parse
-from horizonml.state.shards import describe, find, read_metadata
+from horizonml.state.shards import describe, read_metadata
 from tests.checkpoints import checkpoint_of
 from tests.security.bounds import bounded
 
@@ -51,33 +51,20 @@ def resaved(path: Path, stage: int, change: Callable[[dict[str, torch.Tensor]], 
 
 def refused(path: Path, *said: str) -> None:
     """Assert that nobody takes a checkpoint, and that the error names the file."""
-    for use in (load_trained, lambda source: export(source, path.parents[3] / "out.safetensors", card=False)):
-        with bounded(300), pytest.raises(CheckpointError) as caught:
-            use(path)
-        assert str(path) in str(caught.value)
-        assert all(words in str(caught.value) for words in said), caught.value
-    assert not (path.parents[3] / "out.safetensors").exists()
-
-
-def test_a_checkpoint_with_more_shards_than_there_are(made: Path) -> None:
-    def promise(metadata: dict[str, Any]) -> None:
-        metadata["plan"]["stages"].append({**metadata["plan"]["stages"][1], "start": 2, "stop": 3})
-        metadata["shards"]["stage-2.safetensors"] = metadata["shards"]["stage-1.safetensors"]
-
-    rewritten(made, promise)
-    refused(made, "stage-2.safetensors is missing")
+    out = path.parents[3] / "out.safetensors"
+    with bounded(300):
+        for use in (load_trained, lambda source: export(source, out, card=False)):
+            with pytest.raises(CheckpointError) as caught:
+                use(path)
+            assert str(path) in str(caught.value)
+            assert all(words in str(caught.value) for words in said), caught.value
+    assert not out.exists()
 
 
 def test_a_shard_of_another_run(made: Path, tmp_path: Path) -> None:
     other, _ = checkpoint_of(tmp_path / "other", parse(JOB + "seed: 7\n", "job"))
     shutil.copy(other / "stage-1.safetensors", made / "stage-1.safetensors")
     refused(made, "stage-1.safetensors is damaged", "SHA-256")
-
-
-def test_a_shard_elsewhere_by_name(made: Path) -> None:
-    shutil.move(made / "stage-1.safetensors", made.parent / "stage-1.safetensors")
-    rewritten(made, lambda m: m["shards"].update({"../stage-1.safetensors": m["shards"].pop("stage-1.safetensors")}))
-    refused(made, "checkpoint.json is missing or damaged")
 
 
 def test_a_shard_elsewhere_by_a_link(made: Path) -> None:
@@ -122,11 +109,13 @@ def test_a_tensor_that_is_not_there_is_never_exported_with_its_initial_values(ma
 
 
 def test_metadata_that_is_a_bomb_takes_little_memory(made: Path) -> None:
-    for content in ('{"format": 1, "format": 1}', "[" * (1 << 20), '{"a": ' * 100_000, "[" + "[]," * (8 << 20),
-                    '{"step": 1e999}', '{"format": ' + "9" * 5000 + "}", "\xff" * 100, "null"):  # fmt: skip
-        (made / "checkpoint.json").write_text(content)
-        with bounded(300), pytest.raises(CheckpointError, match=r"checkpoint\.json is missing or damaged"):
-            read_metadata(made)
+    bombs = ('{"format": 1, "format": 1}', "[" * (1 << 20), '{"a": ' * 100_000, "[" + "[]," * (8 << 20),
+             '{"step": 1e999}', '{"format": ' + "9" * 5000 + "}", "\xff" * 100, "null")  # fmt: skip
+    with bounded(300):
+        for content in bombs:
+            (made / "checkpoint.json").write_text(content)
+            with pytest.raises(CheckpointError, match=r"checkpoint\.json is missing or damaged"):
+                read_metadata(made)
     refused(made, "checkpoint.json is missing or damaged")
 
 
@@ -155,17 +144,6 @@ def test_any_value_deep_in_the_metadata_is_taken_or_refused(made: Path) -> None:
         (made / "checkpoint.json").write_text(json.dumps(metadata))
         with suppress(HorizonError):
             load_trained(made)
-
-
-def test_a_shard_with_any_byte_changed_is_refused(made: Path) -> None:
-    shard = made / "stage-1.safetensors"
-    good, dice = shard.read_bytes(), random.Random(1)
-    for _ in range(40):
-        content = bytearray(good)
-        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
-        shard.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"stage-1\.safetensors is damaged"):
-            find(made)
 
 
 def test_a_shards_header_that_lies_is_refused_though_its_digest_is_right(made: Path) -> None:

@@ -135,15 +135,6 @@ def test_initial_values_depend_on_seed_and_name_but_not_on_the_plan() -> None:
     assert not torch.equal(whole["conv2b.weight"].flatten()[:9], whole["conv3b.weight"].flatten()[:9])
 
 
-def test_a_stage_holds_its_own_layers_only() -> None:
-    model = build(ModelSpec(), 0, 10, InputSpec.of((1, 8, 8)))
-    stage = model.stage(0, 4)
-    assert {p.device.type for p in stage.parameters()} == {"cpu"}
-    rest = [p for index in range(4, len(model.chain)) for p in model.chain.slice(index, index + 1).parameters()]
-    assert {p.device.type for p in rest} == {"meta"}
-    assert all(value.device.type == "cpu" for value in stage.state_dict().values())
-
-
 def test_a_constructor_that_reads_values_back_still_works(caplog: pytest.LogCaptureFixture) -> None:
     first = build(ModelSpec(name="tests.models:reads_back"), 5, 10, InputSpec.of((1, 8, 8))).stage(0, 3).state_dict()
     again = build(ModelSpec(name="tests.models:reads_back"), 5, 10, InputSpec.of((1, 8, 8))).stage(0, 3).state_dict()

@@ -163,37 +163,12 @@ def test_buffers_change_as_often_as_the_forward_runs() -> None:
         assert found == {name: float(buffer) for name, buffer in original.named_buffers()}
 
 
-def test_no_cut_where_a_later_operation_changes_a_tensor_through_a_view() -> None:
-    torch.manual_seed(0)
-    chain, _ = cut(opaque_models.Hidden(), InputSpec.of((1, 8, 8)))
-    layer = next(index for index, name in enumerate(chain.names) if name.startswith("third"))
-    modules = {name.partition(".")[0] for name, _ in chain.slice(layer, layer + 1).named_parameters()}
-    assert modules == {"third"}  # whose input and the view are made before, and changed after it
-    assert [len(boundary.tensors) for boundary in chain.boundaries[layer : layer + 2]] == [1, 1]
-
-
 def test_buffers_that_no_checkpoint_has_are_in_none() -> None:
     chain, _ = cut(opaque_models.Hidden(), InputSpec.of((1, 8, 8)))
     model = build(ModelSpec(name="tests.opaque_models:Hidden"), 0, OutputSpec(10, None), InputSpec.of((1, 8, 8)))
     for slice in (chain.slice(0, len(chain)), model.stage(0, len(model.chain))):
         assert "shift" in dict(slice.named_buffers())
         assert set(slice.state_dict()) == set(opaque_models.Hidden().state_dict())
-
-
-def test_unused_parameters_are_named() -> None:
-    class Unused(nn.Sequential):
-        def __init__(self) -> None:
-            super().__init__(nn.Flatten(), nn.Linear(64, 8))
-            self.aside = nn.Linear(8, 8, bias=False)
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self[1](self[0](value))
-            return found
-
-    assert (
-        cut(Unused(), InputSpec.of((1, 8, 8)))[1]
-        == "its forward never uses aside.weight, which training does not change"
-    )
 
 
 def test_a_densenet_is_cut_inside_its_blocks_and_a_resnet_between_them_only() -> None:

@@ -41,17 +41,12 @@ def trained(made: Model) -> list[str]:
 HEAD = ["9.weight", "9.bias", "13.weight", "13.bias"]
 
 
-def test_globs_choose_what_is_frozen() -> None:
-    for patterns in (BODY, ["!9", "!13.*"], ["*", "!9.*", "!13.*"]):
-        assert trained(model(*patterns)) == HEAD
-
-
-def test_later_globs_override_earlier_ones_and_a_module_stands_for_what_is_in_it() -> None:
+def test_globs_choose_what_is_frozen_later_ones_first_and_a_module_stands_for_what_is_in_it() -> None:
     assert selected(["*", "!fc.*", "fc.bias"], "fc.bias")
-    assert not selected(["*", "!fc.*", "fc.bias"], "fc.weight")
     assert selected(["layer1"], "layer1.0.weight")
     assert not selected(["layer1"], "layer10.weight")
-    assert not selected([], "a")
+    for patterns in (BODY, ["!9", "!13.*"], ["*", "!9.*", "!13.*"]):
+        assert trained(model(*patterns)) == HEAD
 
 
 def test_mistakes_are_told_with_the_nearest_name() -> None:

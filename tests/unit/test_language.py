@@ -200,23 +200,6 @@ def test_models_with_peculiar_configurations_and_constructors_are_built(name: st
     assert all(value.isfinite().all() for value in model.stage(0, len(model.chain)).parameters())
 
 
-def test_what_prevents_a_cut_is_named() -> None:
-    _, note = cut(models.Stubborn(shared=True), InputSpec.of((1, 8, 8)))
-    assert "not cut where both sides would need blocks.0" in note
-    _, note = cut(models.Stubborn(glued=True), InputSpec.of((1, 8, 8)))
-    assert "not cut where both sides would need scale" in note
-
-
-def test_a_forward_that_depends_on_the_mode_itself_is_cut_by_modules() -> None:
-    chain, _ = cut(models.ModeItself(), InputSpec.of((1, 8, 8)))
-    assert isinstance(chain, Structure)
-    value = torch.randn(2, 1, 8, 8)
-    for part in (chain.slice(0, len(chain)), chain.slice(0, 1)):
-        assert torch.equal(part.eval()(value), part(value))
-        part.train()
-        assert not torch.equal(part(value), part(value))  # the dropout is alive
-
-
 def test_slices_by_modules_hold_only_what_is_theirs_and_repeat() -> None:
     model = build(ModelSpec(name="tests.models:Stubborn"), 0, 10, InputSpec.of((1, 8, 8)))
     names = model.parameter_names()

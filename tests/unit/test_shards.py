@@ -52,12 +52,6 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return metadata
 
 
-def test_well_formed_metadata_tells_which_shards_are_needed() -> None:
-    metadata = check(GOOD, PATH)
-    assert metadata.needed(0, 2) == ["stage-0.safetensors"]
-    assert metadata.needed(1, 3) == ["stage-0.safetensors", "stage-1.safetensors"]
-
-
 def test_metadata_with_values_of_other_kinds_is_refused_by_name() -> None:
     for path, value in (
         ("step", "3"),
