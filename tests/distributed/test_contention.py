@@ -30,9 +30,5 @@ def test_all_ranks_of_a_machine_know_what_its_first_has_measured(pool: Pool) -> 
     factors = [factor for _, factor in curves[0]]
     assert factors[0] == 1.0
     assert factors == sorted(factors)
-
-
-def test_layers_that_wait_do_not_wait_longer_for_the_ranks_beside_them(pool: Pool) -> None:
-    """Their hundredth part that computes may take several times as long on a machine with other work."""
-    curves = pool.run(3, curve, "slow")
-    assert max(factor for _, factor in curves[0]) < 1.5
+    # Of layers that wait, the hundredth part that computes may take several times as long beside other ranks.
+    assert max(factor for _, factor in pool.run(2, curve, "slow")[0]) < 1.5

@@ -93,10 +93,6 @@ def test_jobs_and_ways_of_the_study_are_valid() -> None:
         assert job.steps is not None
         assert job.steps % task.every == 0, "the end is a synchronisation of all that take local steps"
         assert (job.evaluate.every_steps or 0) % task.every == 0
-
-
-def test_all_ways_of_ours_are_valid_jobs() -> None:
-    for task in TASKS.values():
         for way in WAYS.values():
             if way.peer is None:
                 job = Job.model_validate(job_of(Wanted(task.name, way, 0, 5.0), HERE))

@@ -23,7 +23,7 @@ from benchmarks.chaos.checks import tracebacks
 from benchmarks.chaos.cluster import Cluster
 from benchmarks.chaos.faults import FAULTS
 from benchmarks.chaos.output import Output
-from horizonml.errors import JobError, is_out_of_memory
+from horizonml.errors import JobError
 from horizonml.spec.base import duration
 
 BATCH = 10
@@ -75,18 +75,13 @@ def test_what_is_lost_does_not_count_as_trained() -> None:
 def test_a_pause_that_breaks_no_group_costs_the_longest_stop() -> None:
     before = [run(1, 2, 100.0), step(1, 101.0), step(2, 101.1)]
     after = [step(3, 101.2), step(4, 104.3), step(5, 104.4), step(6, 109.0)]  # the last stop has another reason
-    found = Ledger(2, {0: [*before, *after], 1: [*before, *after]}).aftermath(
-        Injected("pause", 1, 101.15, 104.2), 110.0
-    )
+    pause = Injected("pause", 1, 101.15, 104.2)
+    found = Ledger(2, {0: [*before, *after], 1: [*before, *after]}).aftermath(pause, 110.0)
     assert found.noticed is None
     assert found.stepped == found.whole == pytest.approx(3.1)
     assert (found.repeated, found.generations) == (0, 0)
-
-
-def test_a_fault_after_which_nothing_happens_has_no_end() -> None:
-    ledger = Ledger(2, {0: [run(1, 2, 100.0), step(1, 101.0)], 1: [run(1, 2, 100.0), step(1, 101.0)]})
-    found = ledger.aftermath(Injected("pause", 1, 101.5, 104.0), 200.0)
-    assert (found.noticed, found.stepped, found.whole) == (None, None, None)
+    found = Ledger(2, {0: before, 1: before}).aftermath(pause, 200.0)
+    assert (found.noticed, found.stepped, found.whole) == (None, None, None), "nothing has happened since"
 
 
 def test_a_group_is_whole_once_it_has_all_ranks_and_has_finished_a_step() -> None:
@@ -120,11 +115,6 @@ def test_who_printed_a_traceback_is_named_with_the_line(tmp_path: Path) -> None:
     assert tracebacks(tmp_path) == [f"rank 1 printed a traceback ({tmp_path / 'rank-1.log'}, line 2)"]
 
 
-def test_a_thread_that_cannot_be_started_is_a_lack_of_memory() -> None:
-    assert is_out_of_memory(RuntimeError("can't start new thread"))
-    assert not is_out_of_memory(RuntimeError("can't be right"))
-
-
 def test_the_loss_of_a_repeated_step_is_compared_with_what_it_was() -> None:
     assert a_kill().loss_difference() == 0
     begin = [run(1, 1, 100.0), step(1, 101.0, 2.0), step(2, 102.0, 1.0)]
@@ -152,28 +142,18 @@ def test_the_numbers_are_written_with_a_row_for_each_fault(tmp_path: Path) -> No
     assert dict(report.facts(result))["goodput"] == "54.5% of the samples without faults"
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("30s", 30), ("10m", 600), ("1h30m", 5400), ("250ms", 0.25), ("1.5 min", 90)]
-)
-def test_durations_are_read_as_people_write_them(text: str, seconds: float) -> None:
-    assert duration(text, "--for") == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_durations_are_read_as_people_write_them() -> None:
+    for text, seconds in (("30s", 30), ("1h30m", 5400), ("250ms", 0.25), ("1.5 min", 90)):
+        assert duration(text, "--for") == pytest.approx(seconds)
+    for text, said in (
         ("30", "has no unit; did you mean 30s"),
-        ("30x", "is not a duration"),
         ("m10", "is not a duration"),
         ("", "is not a duration"),
         ("-5s", "is not a duration"),
         ("0s", "is too short"),
-    ],
-)
-def test_other_durations_are_refused_by_name(text: str, said: str) -> None:
-    with pytest.raises(JobError, match=said) as error:
-        duration(text, "--for")
-    assert str(error.value).startswith("--for: ")
+    ):
+        with pytest.raises(JobError, match=f"^--for: .*{said}"):
+            duration(text, "--for")
 
 
 def test_a_fault_is_found_by_its_being_there_and_lasts_as_long_as_its_seed_says() -> None:

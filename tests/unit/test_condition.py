@@ -72,22 +72,16 @@ class Device:
 
 def test_a_device_tells_once_that_it_is_too_hot_and_once_that_it_is_not_any_longer() -> None:
     device = Device()
-    assert device.wait(20) == []
+    device.clock = HOT
+    assert device.wait(3) == [], "a moment of heat is not told"
+    device.clock = COOL
+    assert device.wait(17) == []
     device.clock = HOT
     assert device.wait(20) == [(26.0, HOT_REASON)]
     assert device.condition.state == Slowdown(2.0, HOT_REASON)
     device.clock = COOL
     assert device.wait(20) == [(46.0, "")]
     assert device.condition.state == Slowdown()
-
-
-def test_a_moment_of_heat_is_not_told() -> None:
-    device = Device()
-    for _ in range(5):
-        device.clock = HOT
-        assert device.wait(3) == []
-        device.clock = COOL
-        assert device.wait(10) == []
 
 
 def test_programs_that_come_and_go_are_not_told_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

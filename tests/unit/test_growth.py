@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from horizonml.rendezvous.members import Complete, Formed, Refused
+from horizonml.rendezvous.members import Complete, Formed
 from horizonml.rendezvous.messages import (
     Departure,
     Farewell,
@@ -17,7 +17,6 @@ from horizonml.rendezvous.roster import Roster
 from tests.rosters import (
     LOST_PEER,
     alive,
-    beat,
     come_back,
     formed,
     gather,
@@ -95,14 +94,6 @@ def test_the_number_of_a_rank_that_restarts_is_given_last() -> None:
     assert asked == [GivenNumber(3, 3), GivenNumber(4, 3), GivenNumber(2, 3)]
 
 
-def test_the_number_of_a_rank_that_does_not_report_to_a_new_service_is_given_last() -> None:
-    roster = Roster(settled=4.0)
-    for number, one in ((11, 0), (12, 1)):
-        roster.resume(number, survivor(one, generation=2), [0, 1, 2], 1.0)
-    alive(roster, 11, 12, start=1.0, end=21.0)
-    assert roster.give_number(question(), 21.5) == GivenNumber(3, 3)
-
-
 def test_no_number_is_given_as_long_as_members_of_an_older_group_may_report() -> None:
     roster = Roster(settled=4.0)
     assert roster.give_number(question(), 3.0) is None
@@ -121,6 +112,7 @@ def test_members_that_do_not_report_to_a_new_service_are_lost_in_the_end() -> No
     assert roster.endings() == {}
     alive(roster, 11, 12, start=21.0, end=21.0)
     assert roster.endings()[2].reason == "rank 2 has not reported to the rendezvous service"
+    assert roster.give_number(question(), 21.5) == GivenNumber(3, 3), "its own is given last"
 
 
 def test_a_rank_that_dies_soon_after_each_start_waits_ever_longer() -> None:
@@ -148,53 +140,16 @@ def test_a_rank_that_dies_soon_after_each_start_waits_ever_longer() -> None:
         assert crashes.left(rank(2, pid=pid), now + lasted) == 0
 
 
-def test_a_process_that_joins_again_and_again_without_dying_is_no_crash_loop() -> None:
-    crashes = Crashes()
+def test_a_process_that_was_only_silent_or_joins_again_has_not_died() -> None:
+    silent, again = Crashes(), Crashes()
     for second in range(10):
-        crashes.joined(rank(2, generation=second), second)
-    crashes.died(rank(2, generation=9), "killed", 29.0)
-    assert crashes.closed("d1", 29.0) == set()
-
-
-def test_a_member_that_dies_soon_after_each_time_it_is_taken_in_is_held_back() -> None:
-    roster = Roster()
-    formed(roster, rank(0), rank(1), rank(2, pid=200))
-    pair, victim, now = (1, 2), 3, 1.0
-    alive(roster, *pair, victim, start=0.25, end=now)
-    for generation in (1, 3, 5):
-        # Rank 2 is killed, and the others go on without it after a second.
-        for number in pair:
-            roster.leave(number, LOST_PEER, now)
-        come_back(roster, 0, 1, generation=generation, size=3, at=now, first=100 * generation)
-        pair = (100 * generation, 100 * generation + 1)
-        verdicts = alive(roster, *pair, start=now, end=now + 1.25)
-        assert [verdict.joins for verdict in verdicts] == [list(pair)]
-        # It is started anew, and taken in unless it has to wait.
-        now, victim = now + 2, 1000 + generation
-        roster.join(victim, rank(2, pid=victim), now)
-        alive(roster, *pair, victim, start=now, end=now)
-        if generation == 5:
-            break
-        assert roster.newcomers(now) == [2]
-        for number in pair:
-            roster.leave(number, Farewell("meets again", Departure.AGAIN), now)
-        come_back(roster, 0, 1, generation=generation + 1, size=2, at=now, first=100 * generation + 50)
-        pair = (100 * generation + 50, 100 * generation + 51)
-        alive(roster, *pair, victim, start=now, end=now + 1)
-        now += 1
-    assert roster.newcomers(now) == []
-    assert list(roster.held_back(now)) == [victim]
-    alive(roster, *pair, victim, start=now, end=now + 10)
-    assert roster.newcomers(now + 10) == [2]
-
-
-def test_a_process_that_was_only_silent_has_not_died() -> None:
-    crashes = Crashes()
-    for second in range(10):
-        crashes.joined(rank(2, generation=second), second)
-        crashes.died(rank(2, generation=second), "killed", second + 0.5)
-    crashes.joined(rank(2, generation=10), 10.0)
-    assert crashes.left(rank(2), 10.0) == 0
+        for crashes in (silent, again):
+            crashes.joined(rank(2, generation=second), second)
+        silent.died(rank(2, generation=second), "killed", second + 0.5)
+    silent.joined(rank(2, generation=10), 10.0)
+    assert silent.left(rank(2), 10.0) == 0
+    again.died(rank(2, generation=9), "killed", 29.0)
+    assert again.closed("d1", 29.0) == set()
 
 
 def test_the_others_go_on_without_a_rank_that_is_held_back() -> None:
@@ -218,26 +173,13 @@ def test_the_others_go_on_without_a_rank_that_is_held_back() -> None:
     assert roster.held_back(36.0) == {}
 
 
-def test_a_roster_is_bounded() -> None:
+def test_a_roster_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horizonml.rendezvous.roster._MOST_JOINS", 8)
     roster = Roster()
-    for number in range(8192):
+    for number in range(8):
         roster.join(number, rank(0, world_size=4096, pid=1 + number), 0.0)
-    with pytest.raises(ValueError, match="8192 ranks wait already"):
-        roster.join(8192, rank(1, world_size=4096), 0.0)
-    assert len(roster.missing()) == 4095
-
-
-def test_a_rank_that_is_no_part_of_the_running_group_is_refused_at_once_and_alone() -> None:
-    roster = Roster()
-    (formed,) = gather(roster, rank(0), rank(1), rank(2))
-    assert isinstance(formed, Formed)
-    roster.join(9, rank(5, world_size=6), 1.0)  # a place that nobody has
-    beat(roster, 1, 2, 3, count=1, at=2.0)
-    (refused,) = roster.decide(2.1)
-    assert isinstance(refused, Refused)
-    assert refused.joins == [9]
-    assert "world size 6" in refused.reason
-    assert roster.running() == [1, 2, 3]
+    with pytest.raises(ValueError, match="8 ranks wait already"):
+        roster.join(8, rank(1, world_size=4096), 0.0)
 
 
 def test_who_was_on_the_way_when_the_job_ended_is_told_and_a_new_attempt_is_not() -> None:

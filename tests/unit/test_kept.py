@@ -16,20 +16,15 @@ from torch import nn
 
 from horizonml.cli.options import _note_measure_again
 from horizonml.comm.group import Group
-from horizonml.job.jobfile import parse
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.plan.execution import PLAIN
-from horizonml.planner.choose import choose
-from horizonml.planner.profile import Host, Network
-from horizonml.planner.strategies import problem_for
 from horizonml.profiling import kept
 from horizonml.profiling.contention import _key, _read, curve_of, is_doubtful
 from horizonml.profiling.measure import cached_profile, compare_with_run, kept_profile, measure, settled
 from horizonml.profiling.probe import probe_network
 from horizonml.rendezvous.discovery import device
 from horizonml.tasks.task import InputSpec
-from tests.unit.test_precision import profile
 
 KEY = {"model": "digits"}
 
@@ -209,13 +204,3 @@ def test_a_link_that_looks_slow_for_a_moment_is_looked_at_again() -> None:
     assert network.latency < 0.004
     assert network.bandwidth > 4e7, "256 KiB in 8 ms would be 3.3e7"
     assert probe_network(cast(Group, BusyPeer(10_000))).bandwidth < 2e8, "a link that stays slow is slow"
-
-
-@pytest.mark.parametrize(("bandwidth", "layers"), [(1e9, 2), (4e6, 16)])
-def test_what_a_hybrid_gives_to_rank_0_follows_from_the_links(bandwidth: float, layers: int) -> None:
-    """What was measured for one rank stands for all: neither its times nor contention lead to such a plan."""
-    job = parse("{batch_size: 64, parallel: {strategy: hybrid, workers: 5, micro_batches: 4, schedule: 1f1b}}", "job")
-    hosts = [Host((rank,), 1.0, 1e12, "node", 8.0, ((1.0, 1.0), (5.0, 1.1))) for rank in range(5)]
-    problem = problem_for(job, [profile(17, 1 << 18, 1 << 14)] * 5, hosts, Network(1e-4, bandwidth), 1)
-    first, *_ = choose(job, problem).plan.stages
-    assert (first.ranks, first.stop) == ((0,), layers)
