@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from horizonml.machine.resources import available_cores
 from tests.distributed.processes import horizonml, wait_for
 
 pytestmark = pytest.mark.slow
@@ -50,22 +49,6 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(
     assert "done already" not in changed.stdout.split("ddp")[0]
 
 
-def test_tensor_and_single_learn_the_same(folder: Path) -> None:
-    options = ["--set", "model.name=tests.models:plain", "--strategies", "single,tensor"]
-    result = horizonml(folder, "bench", "compare", *SMALL, *options, "--out", "out")
-    assert result.returncode == 0, result.stderr
-    runs = json.loads((folder / "out" / "results.json").read_text())["runs"]
-    single, tensor = (run["summary"] for run in runs)
-    threads = [run["environment"]["threads"] for run in runs]
-    assert all(1 <= number <= available_cores() for number in threads)
-    for name in ("single-64", "tensor-64"):
-        done = json.loads((folder / "out" / "runs" / name / "done.json").read_text())
-        assert 0 <= done["cores_taken"] <= available_cores()
-    assert (single["ranks"], tensor["ranks"]) == (1, 2)
-    assert tensor["loss"] == pytest.approx(single["loss"], rel=1e-4)
-    assert tensor["bytes_per_step"] > 0
-
-
 def test_a_run_that_fails_is_noted_and_the_others_go_on(folder: Path) -> None:
     many = ["bench", "batch-size", "8", "--models", "digits_cnn", "vit_b_16", "--strategy", "tensor", "--workers", "2"]
     result = horizonml(folder, *many, "--steps", "2", "--out", "out")
@@ -91,37 +74,30 @@ def test_scaling_runs_one_thread_a_rank(folder: Path) -> None:
 
 
 def test_mistakes_are_told_without_a_traceback(folder: Path) -> None:
-    narrow = "parallel.strategy=tensor,model.name=tests.models:narrow"
-    pipeline = "parallel.strategy=pipeline,parallel.gradient_compression=fp16"
     for arguments, code, message in (
-        (["bench", "compare", "job.yaml", "--strategies", "single", "ddq"], 2, "'ddq' is not one of"),
+        ("bench compare job.yaml --strategies single ddq", 2, "'ddq' is not one of"),
+        ("bench compare --data digitz", 2, "'digitz' is not one of cifar10, digits, synthetic; did you mean"),
+        ("bench compare job.yaml --samples 4", 2, "--samples: 4 is less than a batch, which has 32 samples"),
+        ("bench scaling --mode wide", 2, "'wide' is neither weak nor strong"),
+        ("report nowhere", 1, "nowhere is not a folder"),
         (
-            ["bench", "compare", "--data", "digitz"],
+            "train job.yaml --set parallel.strategy=pipeline --set parallel.gradient_compression=fp16",
             2,
-            "'digitz' is not one of cifar10, digits, synthetic; did you mean",
+            "gradient_compression: strategy pipeline cannot use fp16; set it to none",
         ),
+        ("train job.yaml --set parallel.activations=int8", 2, "strategy ddp sends none between stages"),
+        ("train job.yaml --set parallel.replan=true", 2, "only strategy auto makes new plans, not ddp"),
         (
-            ["bench", "compare", "job.yaml", "--samples", "4"],
-            2,
-            "--samples: 4 is less than a batch, which has 32 samples",
+            "train job.yaml --set parallel.strategy=tensor --set model.name=tests.models:narrow",
+            1,
+            "layer 1 has 2 channels, which cannot be split over 3 ranks; use at most 2 workers",
         ),
-        (["bench", "scaling", "--mode", "wide"], 2, "'wide' is neither weak nor strong"),
-        (["report", "nowhere"], 1, "nowhere is not a folder"),
-        (["train", "job.yaml", pipeline], 2, "gradient_compression: strategy pipeline cannot use fp16; set it to none"),
-        (["train", "job.yaml", "parallel.activations=int8"], 2, "strategy ddp sends none between stages"),
-        (["train", "job.yaml", "parallel.replan=true"], 2, "only strategy auto makes new plans, not ddp"),
-        (["train", "job.yaml", narrow], 1, "layer 1 has 2 channels, which cannot be split over 3 ranks; use at most 2"),
-        (["rendezvous", "--", "no-such-command"], 2, "cannot start no-such-command: No such file or directory"),
+        ("rendezvous -- no-such-command", 2, "cannot start no-such-command: No such file or directory"),
     ):
-        words = [part for one in arguments for part in (_settings(one) if "=" in one else [one])]
-        result = horizonml(folder, *words)
+        result = horizonml(folder, *arguments.split())
         assert result.returncode == code
         assert message in result.stderr
         assert "Traceback" not in result.stderr
-
-
-def _settings(text: str) -> list[str]:
-    return [part for one in text.split(",") for part in ("--set", one)]
 
 
 def test_a_rendezvous_before_a_command_lives_as_long_as_it(folder: Path) -> None:

@@ -28,7 +28,6 @@ from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.profiling.measure import measure
 from horizonml.runtime.capacity import Capacity, find_hosts, refuse_what_cannot_fit
-from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import InputSpec
 from tests.distributed import test_executions, test_following, test_lossless, test_saving, test_staging
@@ -240,12 +239,3 @@ def test_messages_overlap_with_compute_on_streams_of_their_own() -> None:
     assert len(seen) == 1
     assert seen[0].is_pinned() == bool(staging.host)
     assert torch.allclose(seen[0], torch.ones(4096), rtol=1e-3)
-
-
-def test_a_single_process_trains_as_plain_torch_does() -> None:
-    case = Case("plain torch", (ONE,), 1, optimizer=Sgd(momentum=0.9))
-    with states_on("cuda:0"):
-        model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec.of(SHAPE))
-        session = session_for(case.plan(len(model.chain)), model, Group(None, 0, 1, 60.0), case.optimizer, FULL)
-        losses = [session.step(RandomBatch(step), LR).totals.loss for step in range(3)]
-    assert losses == pytest.approx(reference(case)[1], rel=1e-5)

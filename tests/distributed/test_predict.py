@@ -115,6 +115,8 @@ def test_another_text_has_the_numbers_of_the_training(tmp_path: Path) -> None:
     assert written[0].stdout == written[1].stdout
     assert written[0].stdout.startswith("Shall I")
     assert len(written[0].stdout) == len("Shall I") + 90 + 1
+    elsewhere = [f"--set={one}" for one in ("data.path=other.txt", "data.samples=20", "batch_size=16", "epochs=2")]
+    assert "characters was 61 (SHA-256" in horizonml(tmp_path, "train", "job.yaml", *ONE, *small, *elsewhere).stderr
 
 
 SUMS = """

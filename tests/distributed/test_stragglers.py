@@ -114,21 +114,19 @@ def run_late(rank: int, world_size: int, store: Store, wall: float, deadline: fl
 
 def run_alone(rank: int, world_size: int, store: Store) -> list[tuple[float, tuple[int, ...]]]:
     """Train on paper on rank 0 alone, as links are slow, which after a minute computes 50 times as long."""
-    group = Group(store, rank, world_size, 30.0)
-    now = [0.0]
+    group, now = Group(store, rank, world_size, 30.0), [0.0]
     known = replace(problem(), network=Network(20.0, 1e4))
     found = fastest_plan(known, Evaluator(known))
     forecast = Forecast.of(found)
     detector = on_paper(group, found.plan, forecast, known if rank == 0 else None, 1.5, True, None, lambda: now[0])
     plans = [(0.0, found.plan.spare)]
-    while now[0] < 2000:
+    while now[0] < 2000 and len(plans) == 1:
         due = any(group.gather_json(detector.due()))
         factor = 1.7 if now[0] < 60 else 85.0  # what is predicted is too low, too
         now[0] += factor * forecast.seconds
         detector.note(factor * forecast.computing[rank])
         if due and detector.better_plan(detector.look(), STEPS):
             plans.append((now[0], detector.plan.spare))
-            break
     group.close()
     return plans
 

@@ -76,14 +76,6 @@ def test_an_impossible_wish_names_the_field_and_the_cure(gpus: list[str]) -> Non
             choose_device(wish, place)
 
 
-def test_a_build_for_processors_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.version, "hip", None, raising=False)
-    assert not choose_device("auto", 0).accelerates
-    with pytest.raises(JobError, match="for processors only: install a CUDA build"):
-        choose_device("cuda", 0)
-
-
 def test_the_environment_overrides_the_job_which_ranks_need_not_have_in_common(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

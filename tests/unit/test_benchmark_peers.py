@@ -5,15 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
-
-from benchmarks.clutter import SIDE, net, pictures
 from benchmarks.slow_links_run import Wanted, condense, job_of
 from benchmarks.slow_links_ways import TASKS, WAYS
 from benchmarks.tables import HERE, NOT_MEASURED, TABLES, Runs, marks, row
-from benchmarks.tuned import balanced, layer_flops, placed
 from horizonml.job.schema import Job
-from horizonml.plan.plan import Plan
 
 TOTAL = TASKS["digits"].job["steps"]
 
@@ -79,14 +74,6 @@ def test_the_time_to_the_target_is_a_product_only_where_the_training_was_not_wai
     assert row(runs, "digits", "ddp", [5.0], None) is None
 
 
-def test_a_way_that_misses_the_target_is_not_given_a_time() -> None:
-    runs: Runs = {"digits/torch-ddp/0/0": whole("torch-ddp", 0, 0.0, {TOTAL: 0.5}, 1000.0)}
-    runs["digits/torch-ddp/0/5"] = whole("torch-ddp", 0, 5.0, {TOTAL: 0.5}, 1000.0)
-    cells = row(runs, "digits", "torch-ddp", [5.0], None)
-    assert cells is not None
-    assert cells[-1].startswith("not reached by 1 of 1")
-
-
 def test_jobs_and_ways_of_the_study_are_valid() -> None:
     for task in TASKS.values():
         job = Job.model_validate(task.job)
@@ -98,35 +85,6 @@ def test_jobs_and_ways_of_the_study_are_valid() -> None:
                 job = Job.model_validate(job_of(Wanted(task.name, way, 0, 5.0), HERE))
                 assert (job.parallel.sync is not None) == way.local
                 assert job.parallel.sync is None or job.parallel.sync.every == task.every
-
-
-def test_cuts_leave_the_busiest_rank_least_to_do() -> None:
-    costs = [4.0, 1.0, 1.0, 1.0, 1.0, 4.0]
-    assert balanced(costs, [0, 1, 2], range(1, 6)) == [1, 5]
-    assert balanced(costs, [0, 1, 0], range(1, 6)) != balanced(costs, [0, 1, 1], range(1, 6))
-    assert 3 not in balanced(costs, [0, 1], [2, 4])
-    plan = Plan.from_json(placed([2, 4], 6, [0, 1, 0], 4))
-    plan.check(6, 2)
-    assert plan.stages_of(0) == (0, 2)
-
-
-def test_flops_are_counted_forward_and_backward() -> None:
-    flops = layer_flops("digits_cnn", (1, 8, 8), rows=2)
-    first = 2 * 2 * 64 * 32 * 9  # a multiplication and an addition for each weight, pixel and sample
-    assert flops[0] == 2 * first, "the first layer needs no gradient of its input"
-    assert flops[2] == 3 * 32 * first, "the second convolution has 32 channels, and needs all three passes"
-
-
-def test_the_harder_set_is_the_same_each_time_and_keeps_held_out_digits_apart() -> None:
-    train, held_out = pictures(train=1200, held_out=300, seed=3)
-    again, _ = pictures(train=1200, held_out=300, seed=3)
-    other, _ = pictures(train=1200, held_out=300, seed=4)
-    assert torch.equal(train.tensors[0], again.tensors[0])
-    assert not torch.equal(train.tensors[0], other.tensors[0])
-    assert train.tensors[0].shape == (1200, 1, SIDE, SIDE)
-    assert 95 <= len(set(train.tensors[1].tolist())) <= 100
-    assert len(held_out) == 300
-    assert net()(train.tensors[0][:2]).shape == (2, 100)
 
 
 def test_each_table_of_the_readme_has_rows_or_says_that_nothing_was_measured() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults_read import gaps, read_trace, repeated_steps, window
+from benchmarks.faults_read import read_trace, repeated_steps, window
 from benchmarks.faults_table import summary, table
 
 
@@ -44,26 +44,11 @@ def test_a_trace_says_when_a_group_broke_and_when_the_next_one_stepped(survivor:
     assert trace.again(2.6) is None
 
 
-def test_a_line_that_a_kill_cut_short_hides_no_other(survivor: Path) -> None:
-    whole = read_trace(survivor)
-    with survivor.open("a") as file:
-        file.write('{"kind": "st')
-    with survivor.open("a") as file:
-        file.write('\n{"kind": "end", "outcome": "failed", "time": 9.0}\n')
-    cut = read_trace(survivor)
-    assert cut.steps == whole.steps
-    assert cut.noticed(8.0) == 9.0
-
-
 def test_steps_are_repeated_if_a_later_group_takes_them_again(survivor: Path, tmp_path: Path) -> None:
     lost = write(tmp_path / "b", run(1, 0.0, 4), *steps(1, 11, 0.1))  # which took a step that the survivor did not
     assert repeated_steps([read_trace(survivor)]) == 4
     assert repeated_steps([read_trace(survivor), read_trace(lost)]) == 5
     assert repeated_steps([read_trace(lost), read_trace(lost)]) == 0
-
-
-def test_gaps_are_those_that_touch_the_window() -> None:
-    assert gaps([4.0, 1.0, 2.0, 8.0, 9.0], 3.0, 8.0) == [2.0, 4.0]
 
 
 def test_a_window_counts_samples_once_and_says_where_its_time_went(survivor: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -84,24 +83,6 @@ def test_a_pause_that_breaks_no_group_costs_the_longest_stop() -> None:
     assert (found.noticed, found.stepped, found.whole) == (None, None, None), "nothing has happened since"
 
 
-def test_a_group_is_whole_once_it_has_all_ranks_and_has_finished_a_step() -> None:
-    ledger = Ledger(2, {0: [run(1, 2, 100.0)], 1: []})
-    ledger.add(0, step(1, 101.0))
-    assert not ledger.whole_since(0.0), "the other rank has not said yet that it is in the group"
-    ledger.add(1, run(1, 2, 100.1))
-    assert ledger.whole_since(100.5)
-    assert not ledger.whole_since(101.0)
-    ledger.add(0, run(2, 1, 102.0))
-    ledger.add(0, step(2, 103.0))
-    assert not ledger.whole_since(0.0)
-    assert ledger.members() == {0}
-    for rank in range(2):
-        ledger.add(rank, run(3, 2, 104.0))
-    assert not ledger.whole_since(0.0), "all are in the new group, but it has not finished a step yet"
-    ledger.add(1, step(3, 105.0))
-    assert ledger.whole_since(0.0)
-
-
 def test_ranks_that_recorded_different_losses_disagree() -> None:
     first = [run(1, 2, 100.0), step(1, 101.0, 2.0)]
     assert Ledger(2, {0: [*first, step(2, 102.0, 1.0)], 1: [*first, step(2, 102.0, 1.0)]}).agree()
@@ -156,15 +137,6 @@ def test_durations_are_read_as_people_write_them() -> None:
             duration(text, "--for")
 
 
-def test_a_fault_is_found_by_its_being_there_and_lasts_as_long_as_its_seed_says() -> None:
-    assert list(FAULTS) == ["kill", "pause", "partition", "oom", "disk"]
-    lasting = [FAULTS["pause"].seconds(random.Random(0)) for _ in range(2)]
-    assert lasting[0] == lasting[1]
-    dice = random.Random(1)
-    many = [FAULTS["pause"].seconds(dice) for _ in range(50)]
-    assert min(many) < 5 < max(many)
-
-
 def test_every_fault_is_in_the_help_and_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "fault-tolerance.md").read_text()
     for name in FAULTS:
@@ -172,14 +144,6 @@ def test_every_fault_is_in_the_help_and_in_the_documentation() -> None:
             f"`python -m benchmarks.chaos --help` does not explain {name}"
         )
         assert f"\n| `{name}` | " in page, f"docs/fault-tolerance.md does not explain {name}"
-
-
-def test_without_the_programs_for_networks_it_says_which_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    problem = FAULTS["partition"].problem()
-    assert problem is not None
-    assert "ip, unshare, nsenter" in problem
-    assert "iproute2, util-linux" in problem
 
 
 def test_output_is_complete_even_if_a_process_has_left_another_behind(tmp_path: Path) -> None:

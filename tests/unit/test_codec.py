@@ -93,13 +93,6 @@ def test_several_tensors_travel_as_rows_of_bytes(format: str) -> None:
                 assert torch.equal(all_rows[row], alone[0])
 
 
-def test_a_tensor_of_whole_numbers_is_sent_as_it_is() -> None:
-    codec = Codec(TensorSpec((7,), torch.int64), "int8")
-    tensor = torch.arange(21).view(3, 7)
-    assert codec.bytes_per_sample == 56
-    assert torch.equal(codec.decode(codec.encode(tensor)), tensor)
-
-
 def test_powersgd_sends_thin_matrices_where_that_pays() -> None:
     shapes = [(64, 64, 3, 3), (64,), ()]
     assert Sync.POWERSGD.bytes_of(shapes) == 4 * (4 * (64 + 576) + 64 + 1)

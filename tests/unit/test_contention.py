@@ -13,7 +13,7 @@ from horizonml.planner.devices import load_cluster, write_cluster
 from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.explain import explain
 from horizonml.planner.problem import Constraints, Problem
-from horizonml.planner.profile import LOCAL_NETWORK, Host, Network, slowdown
+from horizonml.planner.profile import LOCAL_NETWORK, Host, slowdown
 from horizonml.planner.search import plain_ddp
 from horizonml.profiling.contention import crowds, levels, turns, with_contention
 from tests.unit.test_planner import FAST, one_host, predict, profile
@@ -75,20 +75,6 @@ def test_files_of_devices_say_which_machine_is_shared_and_how_it_slows_down(tmp_
     assert all_at_once(read[:3], 3) == pytest.approx(all_at_once(hosts[:1], 3))
 
 
-def test_a_plan_says_what_sharing_a_machine_costs() -> None:
-    hosts = [Host((0, 1, 2, 3), 4.0, 1e12, contention=CURVE)]
-    problem = Problem([profile(0.001)] * 4, hosts, LOCAL_NETWORK, 64, 0)
-    found = judge(problem, Plan((Stage(0, 1, (0, 1, 2, 3), (1.0,) * 4),)))
-    names = [f"rank {rank}" for rank in range(4)]
-    told = [one.text for one in explain(Evaluator(problem), found, names) if one.about == "machine"]
-    assert told == [
-        "rank 0 to rank 3 share the caches and the memory of a machine: while all of them compute, each takes 1.50 "
-        "times as long as alone, as was measured."
-    ]
-    bare = Problem(problem.profiles, one_host(4, 4.0), LOCAL_NETWORK, 64, 0)
-    assert not [one for one in explain(Evaluator(bare), found, names) if one.about == "machine"]
-
-
 def test_auto_leaves_out_ranks_that_only_share_a_core_down_to_one_and_says_so() -> None:
     """Five ranks on two cores were given a plan that was "slower than rank 0 alone: do not distribute this job"."""
     own = profile(*[2e-5] * 3, parameters=1 << 16)
@@ -119,14 +105,3 @@ def test_ranks_that_outnumber_the_cores_are_left_out_though_nothing_is_predicted
     found = fastest_plan(problem, Evaluator(problem))
     assert len(found.plan.spare) == 2
     assert "do not distribute" not in compare(problem, found, ["a", "b", "c", "d"]).text
-
-
-def test_auto_keeps_as_many_ranks_of_a_machine_as_it_has_cores_for() -> None:
-    own = profile(*[1e-3] * 4, parameters=1 << 10)
-    crowd = ((1.0, 1.0), (2.0, 1.0), (5.0, 3.0))
-    problem = Problem(
-        [own] * 5, [Host((0, 1, 2, 3, 4), 2.0, 1e12, contention=crowd)], Network(1e-2, 1e9), 16, 1,
-        constraints=Constraints(micro_batches=(1,)),
-    )  # fmt: skip
-    found = fastest_plan(problem, Evaluator(problem))
-    assert len(found.plan.spare) == 3

@@ -96,19 +96,6 @@ def test_a_plan_is_explained(tmp_path: Path) -> None:
     assert compare(made, slow, names).text.endswith("% less); do not distribute this job.")
 
 
-def test_why_a_plan_is_as_it_is(tmp_path: Path) -> None:
-    made, names = problem(tmp_path)
-    stages = (Stage(0, 3, (0,), (1.0,), send="int8"), Stage(3, 6, (1, 2), (1.0, 1e-9)))
-    found = judge(made, Plan(stages))
-    told = [reason.text for reason in explain(Evaluator(made), found, names)]
-    assert told[1].startswith("With ddp every rank would send 8.0 MiB of gradients a step, which the slowest link")
-    assert "(laptop to pi-0, 20 Mbit/s) takes 3.4 s for" in told[1]
-    assert told[2].startswith("pi-1 (rank 2) has as good as nothing to do")
-    assert told[3] == "Not everything is exact, because the job asks for this: int8 between stages 0 and 1."
-    assert told[4].startswith("Stages 0 and 1 exchange int8 (8-bit integers): 2 B for each sample instead of 8 B; with")
-    assert told[-2].startswith("pi-1 (rank 2), at 0.25 of the fastest's speed, takes no samples in layers 3 to 5, and")
-
-
 def test_who_lacks_memory_and_what_would_fit(tmp_path: Path) -> None:
     made, names = problem(tmp_path, batch=1 << 20)
     plan = Plan((Stage(0, 2, (0,), (1.0,)), Stage(2, 6, (1, 2), (1.0, 1.0))))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +31,6 @@ from horizonml.planner.strategies import constraints_of
 from horizonml.profiling import watts
 from horizonml.profiling.watts import device_watts, measured_watts, stated_watts
 from horizonml.text import human_seconds
-from tests.unit.test_energy import write
 from tests.unit.test_search import cluster
 
 
@@ -228,24 +227,17 @@ def test_watts_are_shared_by_the_ranks_of_a_machine(tmp_path: Path, monkeypatch:
     assert device_watts(meter, 4, True) == Watts(0.75, 5.75), "what it adds by itself"
 
 
-def test_watts_are_measured_while_a_device_waits_and_while_it_works(tmp_path: Path) -> None:
-    counter, after = tmp_path / "class/powercap/intel-rapl:0/energy_uj", tmp_path / "after"
-    write(counter, 0)
-    ended = threading.Event()
+class Meter:
+    """A machine that draws 3 W, and 50 W more while this process computes."""
 
-    def count() -> None:  # 3 W, and 50 W while this process computes
-        while not ended.wait(0.01):
-            write(after, 1e6 * (3 * time.monotonic() + 50 * time.process_time()))
-            after.replace(counter)  # the kernel's counter is never empty
+    available = True
 
-    counting = threading.Thread(target=count)
-    counting.start()
-    try:
-        time.sleep(0.1)
-        found = measured_watts(EnergyMeter(tmp_path), 0.4, 0.6)
-    finally:
-        ended.set()
-        counting.join()
+    def joules(self) -> float:
+        return 3 * time.monotonic() + 50 * time.process_time()
+
+
+def test_watts_are_measured_while_a_device_waits_and_while_it_works() -> None:
+    found = measured_watts(cast(EnergyMeter, Meter()), 0.1, 0.2)
     assert found is not None
     assert 1 < found.idle < found.busy < 250
 

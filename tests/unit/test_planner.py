@@ -18,7 +18,6 @@ from horizonml.planner.cost import Ring
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.problem import Constraints, Loading, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
-from horizonml.planner.programme import Programme
 from horizonml.planner.search import equal_split, search
 from horizonml.planner.simulate import Prediction
 from horizonml.planner.strategies import fixed_plan, needs_profile, problem_for
@@ -104,21 +103,6 @@ def test_1f1b_needs_less_memory_than_gpipe() -> None:
     assert memory["1f1b"] == {0: 3 * 1000 + 2 * 10 * 8, 1: 3 * 1000 + 1 * 10 * 8}
 
 
-def test_cuts_are_as_good_as_the_best_of_all() -> None:
-    for times, stages in (([9, 1, 1, 1, 1, 1], 2), ([1, 1, 1, 1, 1, 9], 3), ([3, 1, 4, 1, 5, 9, 2, 6], 5)):
-        profiles = [profile(*map(float, times))] * stages
-        constraints = Constraints(most_members=1, ordered=True)
-        problem = Problem(profiles, one_host(stages, stages), FAST, 1, 0, constraints=constraints)
-        found = [cuts for cuts, _ in Programme(Evaluator(problem)).splits([[rank] for rank in range(stages)], 1)]
-        assert {len(cuts) for cuts in found} == {stages - 1}
-        every = itertools.combinations(range(1, len(times)), stages - 1)
-        slowest, best = (
-            min(max(sum(times[a:b]) for a, b in itertools.pairwise([0, *cuts, len(times)])) for cuts in ways)
-            for ways in (found, every)
-        )
-        assert slowest == best
-
-
 def test_more_stages_than_layers_cannot_be() -> None:
     job = parse("parallel: {strategy: pipeline, workers: 5}\nmodel: {name: tests.models:plain}", "job.yaml")
     with pytest.raises(PlanError, match="at most 2 stages, but the plan needs 5"):
@@ -164,19 +148,6 @@ def test_a_strategy_is_a_constraint_and_its_best_plan_is_found(strategy: str, se
     assert [rank for ranks in members for rank in ranks] == list(range(4))
     assert (max(map(len, members)) == 1) == (strategy == "pipeline")
     assert all(len(set(stage.shares)) == 1 for stage in found.plan.stages)
-
-
-def test_costly_small_micro_batches_lead_to_few_large_ones() -> None:
-    job = parse("parallel: {strategy: pipeline, workers: 4}\nbatch_size: 128", "job.yaml")
-    cheap = chosen(job, [profile(*[0.001] * 8)] * 4, one_host(4, 4), FAST).plan
-    costly = chosen(job, [profile(*[0.001] * 8, fixed=0.02)] * 4, one_host(4, 4), FAST).plan
-    assert cheap.micro_batches > 2 * costly.micro_batches
-
-
-def test_a_hybrid_gives_the_heavy_stage_more_members() -> None:
-    job = parse("parallel: {strategy: hybrid, workers: 4}\nbatch_size: 120", "job.yaml")
-    plan = chosen(job, [profile(0.003, 0.001)] * 4, one_host(4, 4), FAST).plan
-    assert [len(stage.ranks) for stage in plan.stages] == [3, 1]
 
 
 def test_explicit_stages_keep_ranks_shares_and_layers() -> None:
@@ -236,29 +207,6 @@ def test_a_quota_slows_the_processor_down_and_not_the_link() -> None:
     assert times == [pytest.approx(5 * 0.03 + 1), pytest.approx(0.025 + (5 * 0.03 - 0.025) / 0.2 + 1)]
 
 
-def test_auto_gives_the_slow_device_less() -> None:
-    job = parse("parallel: {strategy: auto, workers: 2}\nbatch_size: 60", "job.yaml")
-    assert needs_profile(job.parallel, 2)
-    fast, slow = profile(*[0.001] * 6), profile(*[0.005] * 6)
-    hosts = [Host((0,), 1.0, 1e12), Host((1,), 1.0, 1e12)]
-    choice = chosen(job, [fast, slow], hosts, Network(1e-5, 1e9))
-    work = choice.prediction.busy
-    assert choice.prediction.seconds < 0.6 * 60 * 6 * 0.003 * 5 / 2
-    assert work[0] == pytest.approx(work[1], rel=0.35)
-
-
-def test_thousands_of_devices_are_simulated() -> None:
-    stages, members = 10, 200
-    plan = Plan(
-        tuple(Stage(s, s + 1, tuple(range(s * members, (s + 1) * members)), (1.0,) * members) for s in range(stages)),
-        micro_batches=4,
-    )
-    hosts = [Host((rank,), 1.0, 1e12) for rank in range(stages * members)]
-    found = predict(plan, profile(*[0.001] * stages), 4 * members, hosts, FAST, 0)
-    assert found.seconds == pytest.approx((4 + stages - 1) * 0.003)
-    assert len(found.spans) == 2 * 4 * stages * members
-
-
 def test_a_quota_lets_short_work_pass_and_slows_down_long_work() -> None:
     layers, hosts = profile(0.001), [Host((0,), 0.2, 1e12)]
     plan = Plan((Stage(0, 1, (0,), (1.0,)),))
@@ -271,16 +219,13 @@ def test_a_quota_lets_short_work_pass_and_slows_down_long_work() -> None:
 
 
 def test_samples_that_are_loaded_ahead_need_memory_where_they_are_read() -> None:
-    kib, mib = 1 << 10, 1 << 20
-    info = image_info(10, (3, 32, 32), 1000, 100)  # 12 KiB a sample, and 8 bytes for its class
-    plan = Plan(
-        (Stage(0, 1, (0, 1), (3.0, 1.0)), Stage(1, 2, (2,), (1.0,)), Stage(2, 3, (3,), (1.0,))), micro_batches=4
-    )
+    kib, info = 1 << 10, image_info(10, (3, 32, 32), 1000, 100)  # 12 KiB a sample, and 8 bytes for its class
+    stages = (Stage(0, 1, (0, 1), (3.0, 1.0)), Stage(1, 2, (2,), (1.0,)), Stage(2, 3, (3,), (1.0,)))
+    plan = Plan(stages, micro_batches=4)
+    plain = Problem([profile(0.001, 0.001, 0.001, saved=100)] * 4, one_host(4, 4), FAST, 64, 0)
 
     def extra(**data: Any) -> list[float]:
         spec = DataSpec(**{"name": "folder", "folder": "here", **data})
-        hosts, layers = one_host(4, 4), profile(0.001, 0.001, 0.001, saved=100)
-        plain = Problem([layers] * 4, hosts, FAST, 64, 0)
         found = [judge(problem, plan) for problem in (plain, replace(plain, loading=loading_for(spec, info)))]
         return [found[1].prediction.memory[rank] - found[0].prediction.memory[rank] for rank in range(4)]
 
@@ -290,13 +235,10 @@ def test_samples_that_are_loaded_ahead_need_memory_where_they_are_read() -> None
     assert extra(prefetch=1) == [2 * 48 * 12 * kib, 2 * 16 * 12 * kib, 0, 2 * 64 * 8]
     assert extra(workers=0) == extra(name="cifar10") == [0, 0, 0, 0]
     assert extra(name="cifar10", workers=1) == extra()
-    own = profile(0.001, 0.001, 0.001, saved=100)
-    tight = Problem([own] * 4, one_host(4, 4, 1.5 * mib), FAST, 64, 0, loading=Loading(12 * kib, 8, 2, 256 * mib))
+    tight = replace(plain, hosts=one_host(4, 4, 1.5 * (1 << 20)), loading=Loading(12 * kib, 8, 2, 256 << 20))
     found = judge(tight, plan)
     assert found.prediction.lacking.keys() == {0}
-    assert (
-        remedy(tight, found) == "With data.memory: 524288 the plan fits, as fewer samples are loaded ahead of the step."
-    )
+    assert remedy(tight, found).startswith("With data.memory: 524288 the plan fits")
 
 
 def test_what_crosses_machines_costs_the_processor_more() -> None:

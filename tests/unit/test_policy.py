@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from horizonml.errors import JobError
-from horizonml.machine import sensors, yielding
+from horizonml.machine import yielding
 from horizonml.machine.resources import own_seconds, share_of_others
 from horizonml.machine.sensors import hottest
 from horizonml.machine.unit import unit
@@ -109,20 +109,8 @@ def test_the_processor_s_sensors_count_and_others_only_without_them() -> None:
     assert hottest({}) is None
 
 
-def test_thermal_zones_are_read(tmp_path: Path) -> None:
-    assert sensors.temperature(tmp_path) is None
-    for number, (kind, value) in enumerate([("cpu-thermal", "48312\n"), ("gpu-thermal", "99000\n"), ("soc", "bad")]):
-        zone = tmp_path / "class" / "thermal" / f"thermal_zone{number}"
-        zone.mkdir(parents=True)
-        (zone / "type").write_text(f"{kind}\n")
-        (zone / "temp").write_text(value)
-    assert sensors.temperature(tmp_path) == 48.312
-
-
-def test_a_missing_sensor_is_an_error_that_says_so() -> None:
-    if sensors.temperature() is not None:
-        Courtesy(max_temperature=90.0)
-        return
+def test_a_missing_sensor_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yielding, "temperature", lambda: None)
     with pytest.raises(JobError, match="no sensor of its temperature that can be read"):
         Courtesy(max_temperature=90.0)
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from horizonml.comm import group
 from horizonml.errors import JobError
@@ -22,13 +20,13 @@ from horizonml.planner.choose import best_plan, choose
 from horizonml.planner.cost import Ring, synced_bytes
 from horizonml.planner.devices import read_profile, write_profile
 from horizonml.planner.evaluator import Evaluator, judge
-from horizonml.planner.explain import explain, layer_reasons
+from horizonml.planner.explain import explain
 from horizonml.planner.outer import gentlest, outer_cost, summed_bytes
 from horizonml.planner.problem import Objective, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
-from horizonml.planner.reasons import Told, asked_for, chosen_inexact, inexact_parts
+from horizonml.planner.reasons import chosen_inexact, inexact_parts
 from horizonml.planner.search import data_parallel, plain_ddp
-from horizonml.planner.strategies import fixed_plan, problem_for
+from horizonml.planner.strategies import problem_for
 from tests.traffic import traffic
 
 CODECS = {"bf16": 3e-11, "int8": 4e-10, "int4": 3e-10, "fp16": 3e-11, "powersgd": 1e-9}
@@ -133,54 +131,6 @@ def test_local_steps_that_a_job_asks_for_are_taken_by_whole_replicas() -> None:
     assert not chosen_inexact(problem, found.plan)
 
 
-@settings(max_examples=4, deadline=None)
-@given(st.data())
-def test_plans_of_any_devices_and_links_are_exact_unless_the_job_allows_otherwise(data: st.DataObject) -> None:
-    """And what the planner chooses for a job that allows it is a plan that can be, and saves time."""
-    ranks = data.draw(st.integers(2, 4))
-    layers = data.draw(st.integers(2, 5))
-    made = [
-        profile(
-            layers,
-            data.draw(st.sampled_from((1000, MIB, 30 * MIB))),
-            data.draw(st.sampled_from((64, 1 << 14))),
-            data.draw(st.floats(0.1, 2.0)),
-        )
-        for _ in range(ranks)
-    ]
-    made = [
-        replace(
-            one,
-            layers=tuple(
-                replace(
-                    layer,
-                    parameter_bytes=made[0].layers[0].parameter_bytes,
-                    output_bytes=made[0].layers[0].output_bytes,
-                )
-                for layer in one.layers
-            ),
-        )
-        for one in made
-    ]
-    access = tuple(10 ** data.draw(st.floats(4, 9)) for _ in range(ranks))
-    exact, free = (
-        replace(
-            problem_on(Network(1e-3, 1e9, access), f", exact: {word}, micro_batches: 4", ranks),
-            profiles=made,
-            synced_bytes={"powersgd": (MIB // 50,) * layers},
-        )
-        for word in ("true", "false")
-    )
-    found = best_plan(exact)
-    assert inexact_parts(found.plan) == []
-    assert found.plan.local is None
-    other = best_plan(free)
-    other.plan.check(layers, ranks)
-    assert other.prediction.seconds <= found.prediction.seconds * 1.06
-    assert bool(inexact_parts(other.plan)) == chosen_inexact(free, other.plan)
-    assert not inexact_parts(other.plan) or other.prediction.seconds < found.prediction.seconds
-
-
 def test_members_that_take_local_steps_do_not_wait_for_each_other() -> None:
     """Two devices of which one is half as fast: in step, each step takes as long as the slow one's half."""
     fast, slow = profile(), profile(speed=0.5)
@@ -258,51 +208,6 @@ def test_bytes_are_those_of_the_links_and_of_the_sums() -> None:
     small = replace(problem, profiles=[profile(parameters=1000)] * 3, hosts=[Host((0, 1, 2), 3.0, 1e12)])
     assert traffic(small, replicas(None, 3)).sums == ((12000.0, 6000.0, 6000.0),), "along a tree"
     assert group._ARITY == gradients.TREE_ARITY
-
-
-def test_each_choice_has_a_sentence() -> None:
-    names = ["laptop", "pi-0", "pi-1", "box"]
-    for rate in (5e7, 2.5e4):
-        problem = problem_on(Network(1e-4, rate))
-        found = best_plan(problem)
-        told = explain(Evaluator(problem), found, names)
-        assert all((one.text.endswith(".") and one.text[0].isupper()) or one.text[0].islower() for one in told)
-        assert sum(one.about == "device" for one in told) == 4
-        assert {"micro-batches"} <= {one.about for one in told}
-        lossy = [one for one in told if not one.exact and one.about != "accuracy"]
-        assert bool(lossy) == bool(inexact_parts(found.plan))
-        assert all(one.bytes_per_sample and one.saved is not None and one.told is Told.RUN for one in lossy)
-        assert any(one.text.startswith("Not exact are ") for one in told) == bool(lossy)
-        assert len([one for one in told if one.told <= Told.PLAN]) <= 10, "more would not fit a screen"
-    assert found.plan.local is not None
-    assert f"synchronise every {found.plan.local.every} steps" in " ".join(one.text for one in told)
-
-
-def test_how_layers_run_has_a_sentence() -> None:
-    fast = replace(profile(), execution=Execution(True), gain=1.47)
-    both = replace(profile(), execution=Execution(True, "bf16"), gain=2.0)
-    assert [one.text for one in layer_reasons([fast, fast], ["pc", "box"])] == [
-        "All layers run in channels_last: they are 1.47 times as fast as if none ran so."
-    ]
-    told = list(layer_reasons([fast, both, both, profile()], ["pc", "box", "nuc", "pi"]))
-    assert [(one.exact, one.told) for one in told] == [(True, Told.PLAN), (False, Told.RUN), (True, Told.IN_FULL)]
-    assert told[1].text == (
-        "All layers run in channels_last and bf16 on box and 1 other device: they are 2.00 times as fast as if none "
-        "ran so."
-    )
-    assert told[2].text == "All layers run as PyTorch runs them by default on pi."
-
-
-def test_what_is_not_exact_because_the_job_asks_for_it_is_said() -> None:
-    stages = "stages: [{layers: [0, 2], ranks: [0], send: int4}, {layers: [3, 5], ranks: [1]}]"
-    for section, said in (
-        ("strategy: ddp, workers: 2, sync: {every: 8}", "local steps (every 8)"),
-        ("strategy: ddp, workers: 2, gradient_compression: int4", "sums of gradients by int4"),
-        (stages, "int4 between stages 0 and 1"),
-    ):
-        job = parse(f"{{batch_size: 64, parallel: {{{section}}}}}", "job.yaml")
-        (asked,) = asked_for(inexact_parts(fixed_plan(job, 6, 2)))
-        assert asked.text == f"Not everything is exact, because the job asks for this: {said}."
 
 
 def test_for_many_devices_other_plans_are_derived_from_the_exact_one() -> None:

@@ -12,10 +12,11 @@ from PIL import ExifTags, Image
 
 from horizonml.api.exports.card import how_to_load
 from horizonml.api.exports.export import export
-from horizonml.api.exports.formats import preparation_of, properties
+from horizonml.api.exports.formats import ExportFormat, preparation_of, properties
 from horizonml.data.choose import describe
 from horizonml.data.files import FolderSource
 from horizonml.data.images import ImageSplit
+from horizonml.job.schema import Job
 from tests.checkpoints import checkpoint_of
 from tests.records import image_info
 from tests.unit.test_card import rows

@@ -210,14 +210,6 @@ def test_without_a_device_the_plan_is_that_of_the_others_from_scratch(gone: int,
     assert f"rank {gone} ({planning.names[gone]}) leaves; the others are numbered anew." in answer.changes()
 
 
-def test_a_device_that_goes_and_comes_back_changes_nothing(planning: Planning) -> None:
-    answer = ask(planning, add=["like:3"], remove=["3"])
-    assert answer.found.prediction.seconds == pytest.approx(answer.present.prediction.seconds)
-    assert answer.changed.names == ("laptop", "pi-rank1", "pi-rank2", "jetson-new")
-    assert answer.changed.origins == (0, 1, 2, None)
-    assert answer.changed.problem.network.between(3, 2) == planning.problem.network.between(3, 2)  # type: ignore[union-attr]
-
-
 def test_a_faster_link_never_takes_longer() -> None:
     for link, strategy in (("pi-rank1-pi-rank2", "ddp"), ("laptop", "ddp"), ("all", "auto")):
         rates = ("100kbit", "3Mbit", "100Mbit", "10Gbit")
@@ -225,16 +217,6 @@ def test_a_faster_link_never_takes_longer() -> None:
         # The search tries the most promising plans, not all: it may miss the best by a little.
         assert all(b <= a * 1.03 for a, b in itertools.pairwise(times)), times
         assert link not in ("all", "laptop") or times[0] > 1.1 * times[-1]
-
-
-def test_with_slower_links_there_is_a_better_plan_than_the_present_one(planning: Planning) -> None:
-    answer = ask(planning, rates={"all": "2Mbit"})
-    kept = judge(answer.changed.problem, planning.plan).prediction.seconds
-    assert answer.found.prediction.seconds < 0.95 * kept
-    assert answer.found.plan != planning.plan
-    assert answer.found.plan.spare == (1, 2, 3), "the laptop alone is faster"
-    assert "jetson takes nothing (it is left out) instead of layers 0 to 4 for 38% of the samples." in answer.changes()
-    assert answer.changes()[0].endswith("longer.")
 
 
 def test_the_present_plan_is_kept_only_if_it_is_better_for_the_objective(planning: Planning) -> None:
