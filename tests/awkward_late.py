@@ -190,11 +190,7 @@ class _SetsTheClass(_Tempered):
 
 
 class SetsItsClassLater(Base):
-    block = _SetsTheClass
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = _Tempered()
+    block, end = _SetsTheClass, _Tempered
 
 
 class _DrawsLater(_Counts):
@@ -240,11 +236,7 @@ class _ReadsAGlobal(Block):
 
 
 class SetsAGlobalLater(Base):
-    block = _SetsAGlobal
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = _ReadsAGlobal()
+    block, end = _SetsAGlobal, _ReadsAGlobal
 
 
 class _Prunes(_Counts):
@@ -260,11 +252,8 @@ class _Pads(Block):
 
 
 class PrunesLater(Base):
-    block = _Pads
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = _Prunes(), nn.Sequential(Block(), Block())
+    start, block = _Prunes, _Pads
+    end = lambda: nn.Sequential(Block(), Block())  # noqa: E731
 
 
 class KeepsAList(SetsAFlagAtItsEnd):

@@ -30,14 +30,17 @@ class Block(nn.Module):
 
 
 class Base(nn.Module):
-    """Runs three blocks one after the other; `block` makes the one in the middle."""
+    """Runs three blocks one after the other; `start`, `block` and `end` make them."""
 
+    start: Callable[[], nn.Module] = Block
     block: Callable[[], nn.Module] = Block
+    end: Callable[[], nn.Module] = Block
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.first, self.middle = nn.Linear(64, WIDTH), Block(), type(self).block()
-        self.last, self.head = Block(), nn.Linear(WIDTH, 10)
+        kind = type(self)
+        self.stem, self.first, self.middle = nn.Linear(64, WIDTH), kind.start(), kind.block()
+        self.last, self.head = kind.end(), nn.Linear(WIDTH, 10)
 
     def body(self, value: Tensor) -> Tensor:
         return self.last(self.middle(self.first(self.stem(value.flatten(1)))))

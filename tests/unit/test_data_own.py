@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ def spec(name: str, classes: int | None = None, **options: Any) -> DataSpec:
     return DataSpec(name=f"tests.datasets:{name}", options=options, classes=classes)
 
 
-def described(of: DataSpec) -> DataInfo:
-    info = describe(of)
+def described(of: DataSpec, encoding: Mapping[str, Any] | None = None) -> DataInfo:
+    info = describe(of, encoding=encoding)
     assert info is not None
     return info
 
 
-def loaded(of: DataSpec, **parts: bool) -> Data:
-    return load(of, described(of), Path("unused"), **parts)
+def loaded(of: DataSpec, encoding: Mapping[str, Any] | None = None, **parts: bool) -> Data:
+    return load(of, described(of, encoding), Path("unused"), **parts)
 
 
 def read_all(data: Data) -> torch.Tensor:

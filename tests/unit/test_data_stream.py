@@ -19,8 +19,7 @@ import torch
 from PIL import Image
 
 from horizonml.data import origin
-from horizonml.data.choose import describe, load
-from horizonml.data.dataset import Data
+from horizonml.data.choose import describe
 from horizonml.data.loading import Ahead
 from horizonml.data.needs import NeededRows
 from horizonml.data.origin import Origin, StreamShard
@@ -30,6 +29,7 @@ from horizonml.data.stream import write_index
 from horizonml.data.workers import Threads
 from horizonml.errors import DataError
 from tests.programs import need_package
+from tests.unit.test_data_own import loaded
 
 EACH, SHARDS = 10, 8
 
@@ -98,29 +98,23 @@ def spec(path: str | Path, **fields: Any) -> DataSpec:
     return DataSpec(name="stream", path=str(path), **given)
 
 
-def opened(of: DataSpec, **parts: bool) -> Data:
-    info = describe(of)
-    assert info is not None
-    return load(of, info, Path("unused"), **parts)
-
-
 def numbers(images: torch.Tensor) -> list[int]:
     """Return which samples these are, by their shade of red."""
     return ((images[:, 0].mean((1, 2)) * 0.226 + 0.449) * 255 / 2).round().long().tolist()
 
 
 def test_samples_of_a_folder_of_shards(folder: Path) -> None:
-    data = opened(spec(folder))
+    data = loaded(spec(folder))
     assert (data.info.train, data.info.held_out, data.info.outputs) == (60, 20, 3)
     assert data.info.shards == (EACH,) * 6
     every = torch.arange(60)
     assert numbers(data.train.inputs(every)) == list(range(60))
     assert torch.equal(data.train.targets(every), every % 3)
     assert numbers(data.held_out.inputs(torch.arange(20))) == list(range(60, 80))
-    meta = opened(spec(folder, targets=["meta.json"], classes=3), inputs=False)
+    meta = loaded(spec(folder, targets=["meta.json"], classes=3), inputs=False)
     assert meta.train.targets(torch.tensor([41]))["number"].tolist() == [41]
     (folder / "index.json").unlink()  # the shards are counted, and the last of them held out
-    plain = opened(spec(folder, classes=3))
+    plain = loaded(spec(folder, classes=3))
     assert (plain.info.train, plain.info.held_out) == (60, 20)
 
 
@@ -129,7 +123,7 @@ def test_shards_are_fetched_once_and_kept_within_a_limit(
 ) -> None:
     url, asked = server
     size = (folder / "00.tar").stat().st_size
-    data = opened(spec(url, disk=3 * size))
+    data = loaded(spec(url, disk=3 * size))
     asked.clear()
     assert numbers(data.train.inputs(torch.arange(20))) == list(range(20))
     assert sorted(asked) == ["01.tar"]  # 00 was fetched to be described
@@ -137,12 +131,12 @@ def test_shards_are_fetched_once_and_kept_within_a_limit(
         assert numbers(data.train.inputs(torch.arange(first, first + 10))) == list(range(first, first + 10))
         kept = list((tmp_path / "cache").rglob("*.tar"))
         assert sum(file.stat().st_size for file in kept) <= 3 * size
-    again = opened(spec(url, disk=3 * size))
+    again = loaded(spec(url, disk=3 * size))
     asked.clear()
     again.train.inputs(torch.arange(50, 60))
     assert asked == []  # the newest shards are still there
     with pytest.raises(DataError, match=r"data.disk: .* cannot hold"):
-        opened(spec(url, disk=100)).train.inputs(torch.arange(60))
+        loaded(spec(url, disk=100)).train.inputs(torch.arange(60))
 
 
 def test_a_full_disk_or_an_old_library_ends_a_download_and_leaves_no_draft(
@@ -150,7 +144,7 @@ def test_a_full_disk_or_an_old_library_ends_a_download_and_leaves_no_draft(
 ) -> None:
     import fsspec
 
-    data = opened(spec(server[0]))
+    data = loaded(spec(server[0]))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100 << 20))
     with pytest.raises(DataError, match=r"02\.tar cannot be kept in .*: less than 256.* are left on that disk"):
@@ -166,11 +160,11 @@ def test_jobs_from_the_network_share_one_limit_however_many_urls_they_name(
 ) -> None:
     url, _ = server
     size = (folder / "00.tar").stat().st_size
-    opened(spec(url, disk=9 * size)).train.inputs(torch.arange(10))
+    loaded(spec(url, disk=9 * size)).train.inputs(torch.arange(10))
     own = set((tmp_path / "cache").rglob("*.tar"))
     monkeypatch.setenv("HORIZONML_FETCH_FROM", "127.0.0.1")
     for place in (url, f"{url}/.", f"{url}/./."):
-        opened(spec(place, disk=3 * size)).train.inputs(torch.arange(30))
+        loaded(spec(place, disk=3 * size)).train.inputs(torch.arange(30))
         fetched = set((tmp_path / "cache").rglob("*.tar")) - own
         assert 0 < sum(file.stat().st_size for file in fetched) <= 3 * size
     assert all(file.exists() for file in own)
@@ -178,7 +172,7 @@ def test_jobs_from_the_network_share_one_limit_however_many_urls_they_name(
 
 def test_shards_are_fetched_before_they_are_needed(server: tuple[str, list[str]]) -> None:
     url, asked = server
-    data = opened(spec(url))
+    data = loaded(spec(url))
     sampler = sampler_for(data.info, 5, seed=1)
     workers = Threads(2)
     ahead = Ahead(
@@ -219,7 +213,7 @@ def test_what_is_wrong_with_shards_is_told(folder: Path, server: tuple[str, list
         file.seek(600)
         file.write(b"damaged")
     with pytest.raises(DataError, match=r"02.tar is damaged: its checksum is \w+, but the index has"):
-        opened(spec(url)).train.inputs(torch.arange(20, 30))
+        loaded(spec(url)).train.inputs(torch.arange(20, 30))
     (folder / "index.json").write_text('{"train": 3}')
     with pytest.raises(DataError, match=r"index.json is no index of shards"):
         describe(spec(folder))

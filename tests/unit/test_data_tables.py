@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError
 from tests.programs import need_package
+from tests.unit.test_data_own import described, loaded, read_all
 
 ROWS = 40
 
@@ -25,25 +25,9 @@ def spec(path: Path, name: str = "table", **fields: Any) -> DataSpec:
     return DataSpec(name=name, path=str(path), **{"targets": ["y"], **fields})
 
 
-def described(of: DataSpec, encoding: Mapping[str, Any] | None = None) -> DataInfo:
-    info = describe(of, encoding=encoding)
-    assert info is not None
-    return info
-
-
-def loaded(of: DataSpec, encoding: Mapping[str, Any] | None = None, **parts: bool) -> Data:
-    return load(of, described(of, encoding), Path("unused"), **parts)
-
-
 def write(path: Path, header: str, rows: list[str]) -> Path:
     path.write_text("\n".join([header, *rows]) + "\n")
     return path
-
-
-def read_all(data: Data) -> torch.Tensor:
-    """Return the inputs of both parts."""
-    parts = (data.train, data.info.train), (data.held_out, data.info.held_out)
-    return torch.cat([part.inputs(torch.arange(count)) for part, count in parts])
 
 
 @pytest.fixture
