@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +89,6 @@ def test_generated_files_are_up_to_date() -> None:
     assert result.stderr.strip() in ("", "0"), f"run `make generate`: {result.stderr}"
 
 
-def test_there_are_four_dashboards_that_link_to_each_other() -> None:
-    assert [path.stem for path in FILES] == ["devices", "faults", "overview", "time"]
-    uids = {load(path)["uid"] for path in FILES}
-    assert len(uids) == 4
-    for path in FILES:
-        linked = {link["url"].rpartition("/")[2] for link in load(path)["links"]}
-        assert linked == uids - {load(path)["uid"]}
-
-
 def test_grafanas_own_model_loses_nothing() -> None:
     register_default_plugins()
     for path in FILES:
@@ -116,26 +106,14 @@ def lost(ours: Any, theirs: Any, path: str = "") -> list[str]:
     return [] if ours == theirs else [path]
 
 
-def test_every_panel_has_a_name_a_question_a_unit_and_the_chosen_datasource() -> None:
+def test_every_panel_has_a_unit_and_the_chosen_datasource() -> None:
     for name, panel in panels():
         where = f"{name}: {panel['title']}"
-        assert re.fullmatch(r"[A-Z][A-Za-z -]+", panel["title"]), f"{where}: a noun phrase, without a question mark"
-        assert re.fullmatch(r"[A-Z][^?.]+\?( [A-Z].+\.)?", panel["description"]), f"{where}: a question, then sentences"
         assert panel["fieldConfig"]["defaults"]["unit"], where
         assert panel["datasource"]["uid"] == "${datasource}", where
         assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"]), where
         for target in panel["targets"]:
             assert ("rate(" in target["expr"]) == ("$__rate_interval" in target["expr"]), where
-
-
-def test_panels_do_not_overlap() -> None:
-    for path in FILES:
-        places = [panel["gridPos"] for panel in load(path)["panels"]]
-        assert all(place["x"] + place["w"] <= 24 for place in places)
-        for one, other in combinations(places, 2):
-            apart_x = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
-            apart_y = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
-            assert apart_x or apart_y, (one, other)
 
 
 def test_only_metrics_that_exist_are_asked_for(exported: set[str]) -> None:

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from horizonml.plan.plan import Plan
 from horizonml.report.page.server import PageServer
 from horizonml.security.token import make_token
-from horizonml.telemetry.log import read_lines
 from tests.distributed.processes import horizonml, ours, wait_for
 from tests.programs import need, need_package
 from tests.runs import append
@@ -170,43 +168,6 @@ def test_axe_finds_nothing_wrong_with_anything_opened(run: Path, visit: Callable
         assert violations(page), "axe must be able to find something"
 
 
-def test_what_if_is_asked_by_the_keyboard_alone(run: Path, visit: Callable[..., Visit]) -> None:
-    with PageServer(run, ("127.0.0.1", 0)) as server:
-        look = visit()
-        page = look.go(server)
-        page.wait_for_selector("#keep-2")
-
-        def tab_to(identifier: str) -> None:
-            for _ in range(60):
-                page.keyboard.press("Tab")
-                if page.evaluate("document.activeElement.id || document.activeElement.textContent") == identifier:
-                    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-                    assert outline != "none", f"nobody sees that the focus is on {identifier}"
-                    return
-            raise AssertionError(f"{identifier} cannot be reached by the keyboard")
-
-        tab_to("keep-2")
-        page.keyboard.press("Space")
-        tab_to("add-count")
-        page.keyboard.press("ArrowUp")
-        tab_to("add-speed")
-        page.keyboard.press("End")
-        assert page.get_attribute("#add-speed", "aria-valuetext") == "10 times as fast"
-        tab_to("link")
-        page.keyboard.type("all links")
-        tab_to("rate")
-        page.keyboard.press("Home")
-        assert page.get_attribute("#rate", "aria-valuetext") == "1 Mbit/s"
-        tab_to("Predict")
-        page.keyboard.press("Enter")
-        page.wait_for_selector("#what-if .compare")
-        asked = next(url for url in look.asked if "what-if" in url)
-        assert asked.endswith("?remove=2&add=like%3A0%2Cspeed%3D10&rates=all%3A1Mbit")
-        assert page.inner_text("#what-if [role=status]").startswith("A step is predicted to take")
-        assert "vm" in page.inner_text("#what-if ul") or "leaves" in page.inner_text("#what-if ul")
-        assert look.complaints == []
-
-
 def test_a_phone_scrolls_in_one_direction_only(run: Path, visit: Callable[..., Visit]) -> None:
     with PageServer(run, ("127.0.0.1", 0)) as server:
         look = visit(PHONE, has_touch=True, is_mobile=True)
@@ -221,21 +182,6 @@ def test_a_phone_scrolls_in_one_direction_only(run: Path, visit: Callable[..., V
         )
         assert small == [], "these are too small for a finger"
         assert violations(page) == []
-
-
-def test_a_step_that_nobody_recorded_is_simulated_and_the_page_says_so(run: Path, visit: Callable[..., Visit]) -> None:
-    plan = Plan.from_json(next(line["plan"] for line in read_lines(run / "rank-0.jsonl") if line["kind"] == "run"))
-    working = 3 - len(plan.spare)  # on a machine with two cores, a rank is left out
-    assert working >= 2
-    for path in run.glob("rank-*.jsonl"):
-        kept = [line for line in path.read_text().splitlines(keepends=True) if '"kind": "timeline"' not in line]
-        path.write_text("".join(kept))
-    with PageServer(run, ("127.0.0.1", 0)) as server:
-        look = visit()
-        page = look.go(server)
-        page.wait_for_selector("#timeline .note:has-text('Simulated')")
-        assert page.locator("#timeline .chart rect.k-backward").count() >= working
-        assert look.complaints == []
 
 
 def test_names_from_elsewhere_are_text_and_never_html(run: Path, visit: Callable[..., Visit]) -> None:

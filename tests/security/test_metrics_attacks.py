@@ -62,33 +62,31 @@ def test_any_request_is_answered_or_refused(port: int) -> None:
         assert get(port, "/healthz") == (200, "alive\n")
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        b"A" * 100_000,
-        b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 5_000,
-        b"GET /../../etc/passwd HTTP/1.1\r\n\r\n",
-        b"GET http://169.254.169.254/ HTTP/1.1\r\n\r\n",
-        b"GET /metrics HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n",
-        b"GET /metrics HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFF\r\n",
-        b"GET /metrics HTTP/1.1\r\nAccept: " + b"," * 7_000 + b"\r\n\r\n",
-        b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text; version=\xff;q=x\r\n\r\n",
-        b"CONNECT x:1 HTTP/1.1\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"",
-    ],
-    ids=["no end", "many headers", "path", "proxy", "length", "chunked", "accept", "version", "connect", "TLS",
-         "HTTP/2", "nothing"],
-)  # fmt: skip
-def test_a_request_that_is_an_attack_takes_nothing(port: int, request_: bytes) -> None:
+ATTACKS = (
+    b"A" * 100_000,
+    b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 5_000,
+    b"GET /../../etc/passwd HTTP/1.1\r\n\r\n",
+    b"GET http://169.254.169.254/ HTTP/1.1\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFF\r\n",
+    b"GET /metrics HTTP/1.1\r\nAccept: " + b"," * 7_000 + b"\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text; version=\xff;q=x\r\n\r\n",
+    b"CONNECT x:1 HTTP/1.1\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"",
+)
+
+
+def test_a_request_that_is_an_attack_takes_nothing(port: int) -> None:
     get(port, "/metrics")
-    with bounded(30):
-        for _ in range(10):
-            found = answer(port, request_)
-            assert not found or found.startswith((b"HTTP/1.1 200", b"HTTP/1.1 4"))
-            assert b"root:" not in found
-        assert get(port, "/healthz") == (200, "alive\n")
+    for request in ATTACKS:
+        with bounded(30):
+            for _ in range(10):
+                found = answer(port, request)
+                assert not found or found.startswith((b"HTTP/1.1 200", b"HTTP/1.1 4"))
+                assert b"root:" not in found
+            assert get(port, "/healthz") == (200, "alive\n")
 
 
 def test_clients_that_reset_their_connection_leave_no_descriptor(port: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import horizonml
-from horizonml.api.given import Given, in_plain_words, in_this_process
+from horizonml.api.given import Given, in_this_process
 from horizonml.api.history import Evaluation, Step, Table, read_run
 from horizonml.api.jobs import make_job
 from horizonml.api.transfer import Objects, packed, unpack
@@ -233,6 +233,7 @@ def test_tables_have_a_column_for_each_metric() -> None:
     assert table.column("f1") == [None, 0.25]
     assert table[-1].step == 2
     assert list(table[:1]) == [row(1, accuracy=0.5)]
+    assert list(table.to_pandas()["accuracy"]) == [0.5, 0.75]
     with pytest.raises(KeyError, match="'los' is not a column"):
         table.column("los")
     assert str(table).splitlines()[1].split() == ["1", "1", "1", "0.5", "-", "0.5", "32", "0.1"]
@@ -240,17 +241,6 @@ def test_tables_have_a_column_for_each_metric() -> None:
     long = Table([row(number) for number in range(1, 31)], Step)
     assert "the last 10 of 30 rows" in str(long)
     assert str(Table([], Evaluation)) == "(no evaluations)"
-
-
-def test_tables_become_data_frames() -> None:
-    frame = Table([row(1, accuracy=0.5), row(2, accuracy=0.75)], Step).to_pandas()
-    assert list(frame["accuracy"]) == [0.5, 0.75]
-    assert list(frame.columns) == ["step", "epoch", "loss", "accuracy", "seconds", "samples", "learning_rate"]
-
-
-def test_errors_name_objects_as_their_makers_did() -> None:
-    with pytest.raises(HorizonError, match=r"^Inner returned an object of type NoneType"), in_plain_words():
-        raise ModelError("horizonml.api.given:Inner returned an object of type NoneType")
 
 
 def test_models_are_used_as_the_ranks_do_whatever_the_script_has_chosen() -> None:

@@ -81,16 +81,6 @@ def test_a_card_does_not_tell_where_a_job_ran_or_logged(tmp_path: Path) -> None:
     assert "private" not in text
 
 
-def test_a_fine_tuned_model_names_the_weights_that_it_began_with(tmp_path: Path) -> None:
-    path, _ = checkpoint_of(tmp_path / "run", job(model="{name: digits_cnn, weights: before.pt, freeze: ['!head']}"))
-    metadata = json.loads((path / "checkpoint.json").read_text())
-    metadata["compatible"]["weights"] = "ab" * 32
-    (path / "checkpoint.json").write_text(json.dumps(metadata))
-    export(path, tmp_path / "model.pt")
-    text = (tmp_path / "model.pt.md").read_text()
-    assert f"It began with the weights `before.pt`, SHA-256 `{'ab' * 32}`. Parameters that `model.freeze`" in text
-
-
 LINES: list[tuple[str, list[str]]] = [
     ("{name: resnet18}", ["import torchvision", "model = torchvision.models.resnet18(num_classes=7)"]),
     ("{name: vit_b_16}", ["torchvision.models.vit_b_16(num_classes=7, image_size=32)"]),

@@ -22,7 +22,7 @@ from torch import nn
 
 from horizonml.api.exports import graphs
 from horizonml.api.exports.export import Exported, export
-from horizonml.api.exports.formats import ComparedSamples, ExportFormat, check_weights, compare, noise
+from horizonml.api.exports.formats import ComparedSamples, ExportFormat, check_weights, compare
 from horizonml.api.exports.trained import Trained, load_trained
 from horizonml.data.dataset import DataInfo
 from horizonml.data.tensors import TensorSpec
@@ -251,15 +251,6 @@ def test_without_the_data_it_is_noise_and_said_to_be(tmp_path: Path, monkeypatch
     done = export(path, tmp_path / "model.pt2", verify=3)
     assert re.match(r"3 samples of noise \(the held-out data cannot be read: .*\): largest difference ", done.check)
     assert done.check in (tmp_path / "model.pt2.md").read_text()
-
-
-def test_noise_of_words_is_words() -> None:
-    tokens = TensorSpec((50,), torch.int64)
-    info = DataInfo(9, 1, (tokens, tokens), ("input_ids", "attention_mask"), 7, None, "language_model")
-    words, mask = noise(info, 20, "because").inputs
-    assert (int(words.min()), int(words.max())) == (0, 6)
-    assert bool((mask == 1).all())
-    assert torch.equal(noise(info, 20, "because").inputs[0], words)
 
 
 def test_outputs_that_differ_are_refused() -> None:

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from horizonml.cli.cluster import rank_table
 from horizonml.job.schema import Job
 from horizonml.kube.render import DIGEST, SETTINGS, ManifestSettings, for_workers, render
 from horizonml.kube.status import (
     PodCondition,
     PodState,
     RankStatus,
-    amount,
     condition,
     parse,
     problems,
@@ -159,28 +157,10 @@ def test_a_worker_that_runs_again_tells_why_it_ended() -> None:
         assert story in str(found.problem)
 
 
-def test_amounts_are_written_as_in_manifests() -> None:
-    memory = {1 << 30: "1Gi", 640 << 20: "640Mi", 1.5 * (1 << 30): "1.5Gi", 100: "100"}
-    assert {value: amount(value, "memory") for value in memory} == memory
-    assert [amount(value, "cpu") for value in (0.25, 4)] == ["0.2", "4"]
-
-
 def shown(metrics: Metrics) -> dict[str, float]:
     from prometheus_client import generate_latest
 
     return parse(generate_latest(metrics.registry).decode())
-
-
-def test_the_table_fits_any_terminal() -> None:
-    rows = [
-        RankStatus(0, "raspberrypi-4", "Training", "0", "0-3", 3, 30, 120, 4200, 1234.5, 0.1234, 0.5, 0.25, 0.25),
-        RankStatus(1, None, "Waits for rank 0, 2"),
-    ]
-    for width in (None, 80, 40):
-        shown = rank_table(rows, width)
-        assert max(map(len, shown.splitlines())) <= (width or 120)
-        for word in ("samples/s", "raspberrypi-4", "1,234", "0.1234", "50/25/25%", "120/4200"):
-            assert word in shown
 
 
 def test_rows_tell_what_ranks_do() -> None:

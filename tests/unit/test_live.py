@@ -16,7 +16,7 @@ from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import RunState
 from horizonml.report.records import load_run
 from horizonml.report.summary import summarise
-from horizonml.report.top import frame
+from horizonml.report.top import ASCII, UNICODE, frame, sparkline
 from horizonml.telemetry.log import Tails
 from tests.runs import append, write_group, write_run
 
@@ -144,27 +144,6 @@ def test_another_process_becomes_rank_0_and_the_curve_goes_on(tmp_path: Path) ->
         assert told[-1].text == "rank 0 lost; went on after 2.0 s, from disk, 1 step again"
 
 
-def test_what_ranks_on_other_machines_tell_is_shown(tmp_path: Path) -> None:
-    write_run(tmp_path, "pipeline", ranks=3)
-    (tmp_path / "rank-2.jsonl").unlink()
-    assert polled(tmp_path).members[2].split == {}
-    first, rest = (tmp_path / "rank-0.jsonl").read_text().split("\n", 1)
-    members = [{"rank": rank, "started_as_rank": rank + 1, "host": f"pi-{rank}"} for rank in range(3)]
-    (tmp_path / "rank-0.jsonl").write_text(json.dumps({**json.loads(first), "members": members}) + "\n" + rest)
-    facts: dict[str, Any] = {
-        "steps": 2, "wall": 0.2, "compute": 0.1, "transfer": 0.05, "wait": 0.05, "cpu_seconds": 0.1, "rss_bytes": 5,
-        "links": {"previous": [2.0, 4.0]},
-    }  # fmt: skip
-    line = {"kind": "ranks", "step": 7, "time": 107.0, "ranks": [None, None, facts]}
-    append(tmp_path / "rank-0.jsonl", line, {**line, "ranks": [None, None, {**facts, "wall": float("nan")}]})
-    run = polled(tmp_path)
-    member = run.members[2]
-    assert (member.is_recorded, member.started_as, member.host) == (False, 3, "pi-2")
-    assert (member.step, member.rss_bytes, member.cores_used, member.seconds) == (6, 5, 0.5, 0.1)
-    assert (dict(member.split), member.received["previous"]) == ({"compute": 0.5, "transfer": 0.25, "wait": 0.25}, 20)
-    assert run.damaged == 1
-
-
 def test_rank_0_alone_records_what_reports_and_pages_show_of_all(tmp_path: Path) -> None:
     """Devices of `horizonml join` record in folders of their own: here one joins, one is lost, and one leaves."""
     names, path = {0: "laptop", 1: "pi-a", 2: "pi-b"}, tmp_path / "rank-0.jsonl"
@@ -211,6 +190,23 @@ def test_rank_0_alone_records_what_reports_and_pages_show_of_all(tmp_path: Path)
     assert "rank 1 (pi-a) lost; went on after 2.0 s, from memory" in texts
 
 
+def test_a_frame_says_how_the_run_stands(tmp_path: Path) -> None:
+    write_run(tmp_path / "digits", "pipeline", ranks=3, wall=0.2, steps=6, batch=30)
+    lines = [line.plain for line in frame(polled(tmp_path / "digits", 110.0), 100, None)]
+    for words in (
+        "digits · running · step 6 · epoch 2 of 2", "loss 0.3333 · accuracy 90.00% · 150 samples/s · 200.0 ms a step",
+        "stage 1: rank 1: layer 1", "  1 here", " 70/10/20%", "400.0 MiB", "3 ranks begin to train",
+        "same stage 40 kbit/s out, 40 kbit/s in",
+    ):  # fmt: skip
+        assert any(words in line for line in lines), words
+    bar = next(line for line in lines if line.startswith("  1 here"))
+    signs = [bar.count(sign) for sign in UNICODE.bar]
+    assert signs[0] == pytest.approx(0.7 * sum(signs), abs=1)
+    assert signs[2] == pytest.approx(0.2 * sum(signs), abs=1)
+    assert sparkline([1.0, float("nan"), 2.0, float("inf")], 4) == "▁?█?"
+    assert all(line.plain.isascii() for line in frame(polled(tmp_path / "digits", 110.0), 100, 20, ASCII))
+
+
 ODD = (
     None, True, -1, 0, 10**400, -(10**30), 1e308, float("nan"), float("inf"), -float("inf"), "", "x\x1b[2J", "1", [],
     {}, [[]], [None], {"a": []}, [float("nan")] * 4, [1e308] * 4,
@@ -250,5 +246,6 @@ def shows_the_rest(folder: Path, dice: random.Random) -> None:
     run = polled(folder)
     for width, height in ((80, 24), (200, None)):
         lines = [line.plain for line in frame(run, width, height)]
+        assert height is None or len(lines) <= height
         assert all(line.isprintable() and len(line) <= width for line in lines)
     assert run.seconds_left is None or run.seconds_left >= 0

@@ -242,18 +242,6 @@ def test_the_metrics_of_any_task_are_shown_and_recorded_under_their_names() -> N
         replace(record(1), metrics={"wall": 1.0}).to_json()
 
 
-def test_people_see_shares_in_percent_and_other_metrics_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines(8)
-    lines.step(record(1))
-    lines.evaluation(EvaluationRecord(1, 2, 0.0, 0.3, 0.0231, {"accuracy": 0.9916}, 359))
-    lines.evaluation(EvaluationRecord(1, 2, 0.0, 0.3, 0.0231, {"mean absolute error": 0.5}, 359))
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("epoch 2/8: held-out loss 0.0231, accuracy 99.16% (359 samples) | 320 samples/s |")
-    assert second.startswith("epoch 2/8: held-out loss 0.0231, mean absolute error 0.5000 (359 samples)")
-    Lines(8).evaluation(EvaluationRecord(1, 2, 0.0, 0.3, 0.0231, {"accuracy": 0.9916}, 359))  # before any step
-    assert capsys.readouterr().out == "epoch 2/8: held-out loss 0.0231, accuracy 99.16% (359 samples)\n"
-
-
 def test_an_evaluation_within_an_epoch_says_so_and_ends_no_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     within = EvaluationRecord(5, 1, 0.0, 0.3, 0.5, {}, 10, within_epoch=True, best=True)
     Lines(8).evaluation(within)

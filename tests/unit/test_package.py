@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from typer.main import get_command
 
-from horizonml.cli.app import app
 from horizonml.data.choose import load
 from horizonml.data.dataset import DataInfo
 from horizonml.data.spec import DataSpec
@@ -207,14 +205,6 @@ def test_a_command_that_was_renamed_says_its_new_name(tmp_path: Path) -> None:
         assert f"warning: horizonml {old[0]} is now called horizonml {new}\n" in done.stderr
         assert done.returncode == ended, done.stderr
         assert "Traceback" not in done.stderr
-
-
-def test_few_commands_are_listed_and_each_in_a_group(tmp_path: Path) -> None:
-    shown = command(tmp_path, "--help").stdout
-    listed = re.findall(r"^  ([a-z][a-z-]*)  +[A-Z]", shown, re.M)
-    hidden = {name for name, one in get_command(app).commands.items() if one.hidden}  # type: ignore[attr-defined]
-    assert set(listed) == set(get_command(app).commands) - hidden  # type: ignore[attr-defined]
-    assert len(listed) <= 16
 
 
 def test_arm_boards_get_no_release_of_pytorch_that_ends_with_an_illegal_instruction() -> None:

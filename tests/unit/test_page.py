@@ -216,12 +216,6 @@ def test_without_a_token_or_from_another_machine_there_are_no_actions(tmp_path: 
     assert refused.status == 403
 
 
-def test_a_port_that_is_taken_is_an_error_with_a_fix(tmp_path: Path, serve: Serve) -> None:
-    port = serve()
-    with pytest.raises(HorizonError, match="choose another port or address"):
-        PageServer(tmp_path, ("127.0.0.1", port))
-
-
 def test_a_page_for_others_on_the_network_must_be_asked_for(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=1)
     refused = command(tmp_path, "watch", ".", "--host", "0.0.0.0", "--port", "0")

@@ -128,12 +128,6 @@ def test_a_job_that_starts_again_and_a_better_plan_are_no_losses(tmp_path: Path)
     assert "lost" not in write_report(tmp_path)[0].read_text()
 
 
-def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:
-    comparison(tmp_path)
-    (tmp_path / "runs" / "case-0" / "done.json").write_text('{"digest": "y", "seconds": 1.0, "error": null}')
-    assert [result.name for result in load_study(tmp_path).results] == [f"case-{number}" for number in range(1, 12)]
-
-
 def test_the_report_of_scaling_compares_with_one_worker_and_with_the_cores(tmp_path: Path) -> None:
     cases = [{"factors": {"strategy": "single", "workers": 1, "repeat": 0}, "run": {"ranks": 1, "wall": 0.4}}]
     cases += [
@@ -194,19 +188,4 @@ def test_a_report_on_nothing_says_so(tmp_path: Path) -> None:
         write_report(tmp_path)
     (tmp_path / "study.json").write_text('{"kind": "compare"')
     with pytest.raises(HorizonError, match=r"study\.json cannot be read"):
-        write_report(tmp_path)
-
-
-def test_peers_are_shown_against_the_nearest_other(tmp_path: Path) -> None:
-    rows = [
-        {"name": name, "seconds": seconds, "times": [seconds], "samples_per_second": 64 / seconds, "batch_size": 64,
-         "rss_bytes": 1 << 28}
-        for name, seconds in (("HorizonML ddp", 0.1), ("torch DDP", 0.2), ("Horovod", 0.15))
-    ]  # fmt: skip
-    race = {"title": "Data parallelism", "short": "ddp, 2 ranks", "reference": "torch DDP", "rows": rows}
-    (tmp_path / "peers.json").write_text(json.dumps({"machine": "a test", "races": [race]}))
-    page = write_report(tmp_path)[0].read_text()
-    assert "HorizonML ddp takes 1.50 times as many samples per second as the fastest other, Horovod." in page
-    (tmp_path / "peers.json").write_text("{}")
-    with pytest.raises(HorizonError, match=r"peers\.json cannot be read"):
         write_report(tmp_path)

@@ -20,7 +20,7 @@ from horizonml.rendezvous.identity import Identity
 from horizonml.runtime.worker import Worker
 from horizonml.state import runfolder
 from horizonml.state.disks import DiskProbe
-from horizonml.state.runfolder import MARK, RunFolder, make_run_folder
+from horizonml.state.runfolder import RunFolder
 from horizonml.state.shards import steps
 from horizonml.telemetry.log import JsonLines, read_lines
 from horizonml.telemetry.metrics import Metrics
@@ -54,17 +54,7 @@ def test_a_second_run_in_a_folder_is_refused_and_told_who_is_there(tmp_path: Pat
     RunFolder(folder, 0, "digits", True)  # whose lock ended with its process
 
 
-def test_only_runs_are_moved_away_and_deleted(tmp_path: Path) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    (photos / "holidays.jpg").write_text("precious")
-    for _ in range(3):
-        problem = RunFolder(photos, 0, "digits", True).set_aside()
-        assert problem is not None
-        assert f"{photos} is none" in problem
-    assert (photos / "holidays.jpg").read_text() == "precious"
-    assert not (photos / MARK).exists()
-
+def test_the_earlier_run_is_moved_away_and_what_never_began_does_not_replace_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
     place = RunFolder(run, 0, "digits", True)
     (run / "rank-0.jsonl").write_text("first")
@@ -81,11 +71,6 @@ def test_only_runs_are_moved_away_and_deleted(tmp_path: Path) -> None:
     # An attempt that failed before its first step leaves empty folders and logs, and no run to keep.
     (run / "rank-0.log").write_text("error: there is no module my_netwrk")
     assert place.set_aside() is None
-    assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "second"
-
-    # A folder of somebody's own that happens to have the name under which the run before is kept.
-    (tmp_path / "run.previous" / MARK).unlink()
-    assert "run.previous is none" in str(place.set_aside())
     assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "second"
 
 
@@ -190,11 +175,3 @@ def test_checkpoints_that_can_never_be_written_are_told_at_once(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="cannot write records and checkpoints"):
         RunFolder(tmp_path, 0, "digits", True)
     RunFolder(tmp_path, 0, "digits", False)  # none are wanted
-
-
-def test_a_folder_that_has_something_in_it_is_not_marked(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").touch()
-    make_run_folder(tmp_path)
-    assert not (tmp_path / MARK).exists()
-    make_run_folder(tmp_path / "new")
-    assert (tmp_path / "new" / MARK).exists()

@@ -172,20 +172,6 @@ def test_a_running_job_is_shown_while_it_trains_and_goes_on_after_a_loss(tmp_pat
     assert in_tensorboard(tmp_path / "board" / tmp_path.name) == found
 
 
-def test_a_run_that_goes_on_in_another_process_goes_on_in_mlflow(tmp_path: Path, flow: Path) -> None:
-    statuses = []
-    for generation in range(2):
-        feeds = Feeds(TelemetrySpec(mlflow=str(flow)), tmp_path / "run")
-        record_run(tmp_path / "run", feeds, generation, 4 * generation, 4 * generation + 4)
-        feeds.close()
-        client = MlflowClient(tracking_uri=f"sqlite:///{flow}/mlflow.db")
-        (found,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
-        statuses.append(found.info.status)
-    assert statuses == ["FAILED", "FINISHED"]
-    check(in_mlflow(flow), expected(tmp_path / "run"))
-    assert "flow" not in (tmp_path / "run" / "mlflow.json").read_text()
-
-
 def step(number: int) -> StepRecord:
     return replace(record(number), metrics={})
 

@@ -107,16 +107,6 @@ def test_ranks_with_texts_of_other_characters_are_told_apart(alphabet: Path, tmp
         agree([describe(spec(alphabet)), describe(spec(other))], spec(alphabet))
 
 
-def test_a_subset_is_the_same_for_everyone(alphabet: Path, tmp_path: Path) -> None:
-    given = spec(alphabet, samples=5)
-    info = describe(given)
-    assert info is not None
-    assert info.train == 5
-    one, other = (load(given, info, tmp_path).train.inputs(torch.arange(5)) for _ in range(2))
-    assert torch.equal(one, other)
-    assert len({tuple(row) for row in one.tolist()}) == 5
-
-
 def test_a_text_that_is_too_short_is_refused(alphabet: Path) -> None:
     with pytest.raises(DataError, match=r"data\.length: the text has 201 tokens"):
         describe(spec(alphabet, length=500))
