@@ -123,7 +123,7 @@ def test_who_repeats_what_another_rank_said_names_that_one_only(
 
 def test_a_second_ctrl_c_ends_a_local_run_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     deaf = ["sh", "-c", "trap '' TERM; touch ready; while :; do sleep 1; done"]
-    ready = tmp_path / "ready"
+    ready, began = tmp_path / "ready", time.monotonic()
     with LocalRun(1, ["env", "-C", str(tmp_path), *deaf], tmp_path, {}) as cluster:
 
         def interrupt() -> None:
@@ -131,6 +131,7 @@ def test_a_second_ctrl_c_ends_a_local_run_and_says_so(tmp_path: Path, capfd: pyt
                 cluster._stop.note(signal.SIGINT)
 
         cluster.wait(interrupt)
+    assert time.monotonic() - began < 20, "they were given the time that one Ctrl-C gives"
     said = capfd.readouterr().out
     assert said.count("all ranks end at once, as asked; what came after the newest checkpoint is lost") == 1
 

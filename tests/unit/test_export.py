@@ -279,6 +279,7 @@ def test_weights_that_differ_are_refused() -> None:
         ({"a": a, "b": b, "c": torch.ones(1)}, "it also has c"),
         ({"a": torch.tensor([1.0, 2.1]), "b": b}, "its a differs"),
         ({"a": a.double(), "b": b}, "its a differs"),
+        ({"a": a.view(torch.int32), "b": b}, "its a differs"),
         ({"a": a[None], "b": b}, "its a differs"),
     ):
         with pytest.raises(ExportError, match=f"^file is not written: read back, {words}"):

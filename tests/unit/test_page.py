@@ -89,10 +89,13 @@ def test_the_history_since_a_step_is_all_of_it_once_steps_were_done_again(tmp_pa
     assert [one["step"] for one in news["evaluations"]] == [6]
     lines = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
     again = next(line for line in lines if line.get("step") == 5)
-    append(tmp_path / "rank-0.jsonl", again | {"loss": 77.0})
+    evaluation = next(line for line in lines if line["kind"] == "evaluation" and line["step"] == 6)
+    append(tmp_path / "rank-0.jsonl", again | {"loss": 77.0}, evaluation | {"loss": 55.0})
     since = f"/api/history?since=6&revision={revision}"
     wait_for(lambda: ask(port, since)[1]["revision"] != revision, "the repeated step is read", 10)
-    assert [point[:2] for point in ask(port, since)[1]["steps"]][-2:] == [[4, 0.5], [5, 77.0]]
+    news = ask(port, since)[1]
+    assert [point[:2] for point in news["steps"]][-2:] == [[4, 0.5], [5, 77.0]]
+    assert [(one["step"], one["loss"]) for one in news["evaluations"]] == [(3, 0.3), (6, 55.0)]
 
 
 def test_a_folder_without_records_and_damaged_records_are_told(tmp_path: Path, serve: Serve) -> None:
@@ -165,7 +168,7 @@ def test_a_name_that_was_pointed_here_is_refused() -> None:
 
 def test_other_sites_may_not_ask(tmp_path: Path, serve: Serve) -> None:
     port = serve()
-    assert ask(port, "/api/what-if", Sec_Fetch_Site="cross-site")[0] == 403
+    assert ask(port, "/api/what-if", Sec_Fetch_Site="cross-site", X_HorizonML="1")[0] == 403
     assert ask(port, "/api/run", Sec_Fetch_Site="same-origin")[0] == 200
     assert ask(port, "/api/run", Sec_Fetch_Site="same-site")[0] == 403
     assert ask(port, "/api/what-if")[0] == 403  # as a browser asks for an address that is not trustworthy
