@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.comm.group import Group
 from horizonml.engine import session
-from horizonml.engine.session import Session
 from horizonml.engine.staging import Overlapping
-from horizonml.models.zoo import Model
-from horizonml.plan.plan import Plan
-from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.state.train_state import TrainState
-from horizonml.tasks.classification import Classification
-from horizonml.tasks.task import Task
+from tests.distributed.pool import Pool
 from tests.pretend import CUDA, PretendDevice, Pretended
 
 _EVERY = 3  # copies, one of which is complete as soon as somebody looks
@@ -73,33 +68,7 @@ def _spoil(tensor: Tensor) -> None:
 
 
 @contextmanager
-def on_device(there: bool, narrow: bool = False) -> Iterator[None]:
-    """Pretend a device, where this rank has one."""
-    if not there:
-        yield
-        return
-    with PretendDevice(narrow=narrow):
-        yield
-
-
-def session_on(
-    there: bool,
-    plan: Plan,
-    model: Model,
-    group: Group,
-    optimizer: Sgd | Adam,
-    batch_size: int,
-    task: Task | None = None,
-    ema: Ema | None = None,
-    staging: Callable[[torch.device], Overlapping] = LateStaging,
-) -> Session:
-    """A session on a new state, on the device or on the host."""
-    state = TrainState(model, optimizer, ema, device=CUDA) if there else TrainState(model, optimizer, ema)
-    return Session(plan, state, group, task or Classification(), batch_size, staging=staging(CUDA) if there else None)
-
-
-@contextmanager
-def every_state_on_device() -> Iterator[None]:
+def every_state_on_device(staging: type[LateStaging] = LateStaging) -> Iterator[None]:
     """Pretend a device that every state of this process is on, unless it is told otherwise."""
     initialise = TrainState.__init__
 
@@ -107,20 +76,45 @@ def every_state_on_device() -> Iterator[None]:
         initialise(self, *arguments, **{**others, "device": CUDA})
 
     chosen = session.staging_for
-    TrainState.__init__, session.staging_for = on_the_device, LateStaging  # type: ignore[method-assign, assignment]
+    TrainState.__init__, session.staging_for = on_the_device, staging  # type: ignore[method-assign, assignment]
     try:
-        with on_device(True):
+        with PretendDevice(narrow=not staging.has_float64):
             yield
     finally:
         TrainState.__init__, session.staging_for = initialise, chosen  # type: ignore[method-assign]
 
 
-def run_on(rank: int, world_size: int, store: Store, where: frozenset[int], function: Any, *arguments: Any) -> Any:
+def run_on(
+    rank: int,
+    world_size: int,
+    store: Store,
+    where: frozenset[int],
+    function: Any,
+    *arguments: Any,
+    staging: type[LateStaging] = LateStaging,
+) -> Any:
     """Run what a test runs on each rank; the states of the ranks in `where` are on a pretended device."""
     if rank not in where:
         return function(rank, world_size, store, *arguments)
     before = LateStaging.late
-    with every_state_on_device():
+    with every_state_on_device(staging):
         found = function(rank, world_size, store, *arguments)
     assert LateStaging.late > before, "nothing was copied from the device"
     return found
+
+
+def run_narrowly(rank: int, world_size: int, store: Store, *arguments: Any) -> Any:
+    """The same on a device that has no 64-bit floats."""
+    return run_on(rank, world_size, store, *arguments, staging=NarrowStaging)
+
+
+@dataclass
+class OnDevice(Pool):
+    """A pool of which some ranks are on a pretended device."""
+
+    pool: Pool
+    where: frozenset[int]
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """See `Pool`."""
+        return self.pool.run(world_size, run_on, self.where, function, *arguments)

@@ -17,6 +17,7 @@ from tests.distributed.sessions import built
 from tests.distributed.truth import (
     SIZES,
     Case,
+    End,
     Images,
     Judged,
     RandomBatch,
@@ -98,8 +99,7 @@ def _labels(batch: RandomBatch) -> Tensor:
     return batch.targets(0, batch.size)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_parameters_after_three_steps_equal_those_of_one_process(pool: Pool, case: Case) -> None:
+def expect_parameters_of_one_process(pool: Pool, case: Case) -> list[End]:
     """Without BatchNorm, every plan must give the gradients of whole batches."""
     whole = replace(case, members=(ONE,), sync=Sync.ALL_REDUCE, micro_batches=1, schedule="1f1b", turns=1)
     by_member = case.model == "normed" and case.sync is Sync.ALL_REDUCE  # what each member sees differs
@@ -110,6 +110,12 @@ def test_parameters_after_three_steps_equal_those_of_one_process(pool: Pool, cas
     if case.optimizer.clip_norm == MOST:
         assert max(norms) > 2 * MOST, "clipping makes a difference"
     assert any(key.endswith("/average") for end in ends for key in end.state) == (case.ema is not None)
+    return ends
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_parameters_after_three_steps_equal_those_of_one_process(pool: Pool, case: Case) -> None:
+    expect_parameters_of_one_process(pool, case)
 
 
 DROPOUT = Case("dropout", (TWO, ONE), 2, model="dropping")

@@ -31,9 +31,9 @@ from horizonml.state.train_state import TrainState
 from horizonml.telemetry.metrics import Metrics
 from tests.distributed import test_equal, test_following, test_local, test_lossless, test_saving
 from tests.distributed.pool import Pool
-from tests.distributed.staged import every_state_on_device, on_device, run_on
+from tests.distributed.staged import every_state_on_device, run_on
 from tests.distributed.truth import distance
-from tests.pretend import CUDA, Pretended
+from tests.pretend import CUDA, PretendDevice, Pretended
 
 
 def test_a_lost_stage_is_rebuilt(pool: Pool) -> None:
@@ -97,7 +97,7 @@ def test_messages_are_encoded_and_decoded_on_the_device(format: str) -> None:
     codec = BoundaryCodec(Boundary(tuple(TensorSpec((8, 9, 9)) for _ in range(2))), format)
     values = tuple(torch.randn(3, 8, 9, 9) for _ in range(2))
     encoded = codec.encode(values, seed=1)
-    with on_device(True):
+    with PretendDevice():
         there = codec.encode(tuple(value.to(CUDA) for value in values), seed=1)
         assert torch.equal(there.to("cpu"), encoded)
         decoded = codec.decode(encoded.to(CUDA))
