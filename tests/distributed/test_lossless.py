@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,8 @@ PLANS = {
     ),
     "tied": Plan((Stage(0, 5, (0,), ONE), Stage(5, 9, (1,), ONE), Stage(9, TIED_LAYERS, (2,), ONE)), micro_batches=2),
     "modules": Plan((Stage(0, 2, (0,), ONE), Stage(2, 4, (1,), ONE), Stage(4, 6, (2,), ONE)), micro_batches=2),
+    # The first two ranks hold frozen layers only.
+    "frozen": Plan((Stage(0, 3, (0,), ONE), Stage(3, 9, (1,), ONE), Stage(9, 14, (2,), ONE)), micro_batches=3),
     "tied before members": Plan((Stage(0, 5, (0,), ONE), Stage(5, TIED_LAYERS, (1, 2), (1.0, 1.0))), micro_batches=2),
     "before members": Plan((Stage(0, 6, (0,), ONE), Stage(6, LAYERS, (1, 2), (1.0, 1.0))), micro_batches=3),
     "between members": Plan(
@@ -63,16 +66,22 @@ PLANS = {
 }
 
 
-# Models other than the usual one; the last is cut by its modules.
-MODELS = {"tied": "LanguageModel", "tied before members": "LanguageModel", "modules": "StubbornUNet"}
+# Models other than the usual one: one is cut by its modules, and one begins with the weights of a file.
+MODELS = {
+    "tied": "LanguageModel",
+    "tied before members": "LanguageModel",
+    "modules": "StubbornUNet",
+    "frozen": "backbone",
+}
 
 
-def job(name: str = "", clip_norm: float | None = None) -> Job:
+def job(name: str = "", clip_norm: float | None = None, file: Path | None = None) -> Job:
     """A job; where gradients are clipped, parameters are averaged, too."""
+    weights = {} if file is None else {"weights": str(file), "freeze": ["[0-8].*"]}
     return Job.model_validate(
         {
             "batch_size": 24,
-            "model": {"name": f"tests.models:{MODELS.get(name, 'normed')}"},
+            "model": {"name": f"tests.models:{MODELS.get(name, 'normed')}", **weights},
             "data": {"name": "digits", "samples": 85},  # the last batch of an epoch is smaller
             "optimizer": {"momentum": 0.9, "lr": LR, "clip_norm": clip_norm},
             "lr_schedule": {"name": "constant"},
@@ -103,8 +112,8 @@ def session_on(plan: Plan, state: TrainState, group: Group) -> Session:
     return Session(plan, state, group, task_for(job(), described()), job().batch_size)
 
 
-def fresh(name: str = "", clip_norm: float | None = None) -> TrainState:
-    own = job(name, clip_norm)
+def fresh(name: str = "", clip_norm: float | None = None, file: Path | None = None) -> TrainState:
+    own = job(name, clip_norm, file)
     return TrainState(model_for(own, described()), own.optimizer, own.ema)
 
 
@@ -117,10 +126,11 @@ def lose(
     steps: int,
     bytes_per_second: float,
     clip_norm: float | None,
+    file: Path | None = None,
 ) -> dict[str, Tensor] | str:
     """Train with a mirror; without the lost rank, rebuild what it held. Return its state, and the one rebuilt."""
     torch.set_num_threads(1)
-    plan, batches, state = PLANS[name], Batches(), fresh(name, clip_norm)
+    plan, batches, state = PLANS[name], Batches(), fresh(name, clip_norm, file)
     group = Group(PrefixStore("all", store), rank, world_size, 30.0)
     session = session_on(plan, state, group)
     mirror = Mirror(plan, state, group, lambda _: bytes_per_second, 1.0, 1 << 30)
@@ -143,14 +153,15 @@ def lose(
     stateful = set(state.model.parameter_names().values())
     assert recovery.missing == [layer for layer in gone if layer in stateful]
     last = Last(1, list(range(world_size)), mirror)
-    rebuilt = rebuild(job(name, clip_norm), described(), state, last, recovery, group, members, copies_in(group, last))
+    own = job(name, clip_norm, file)
+    rebuilt = rebuild(own, described(), state, last, recovery, group, members, copies_in(group, last))
     group.close()
     if isinstance(rebuilt, str):
         return rebuilt
     builder = {holder for layer in recovery.missing for holder in rebuilt.holders[layer]}
     assert builder == {members.index(buddy(plan, lost))}
-    own = {key: value.clone() for key, value in state.tensors().items() if state.layer_of(key) in recovery.missing}
-    return own if group.rank in builder else {}
+    again = {key: value.clone() for key, value in state.tensors().items() if state.layer_of(key) in recovery.missing}
+    return again if group.rank in builder else {}
 
 
 FAST, SLOW = 1e9, 12_000.0  # bytes per second: a copy with every step, or one in several
@@ -174,15 +185,18 @@ FAST, SLOW = 1e9, 12_000.0  # bytes per second: a copy with every step, or one i
 def test_a_lost_stage_is_rebuilt_bit_for_bit(
     pool: Pool, name: str, lost: int, steps: int, bytes_per_second: float, clip_norm: float | None
 ) -> None:
-    plan = PLANS[name]
-    results = pool.run(plan.world_size, lose, name, lost, steps, bytes_per_second, clip_norm)
+    rebuilt = expect_rebuilt(pool, name, lost, steps, bytes_per_second, clip_norm)
+    assert any(key.startswith("optimizer/") for key in rebuilt)
+    assert any(key.endswith("/average") for key in rebuilt) == (clip_norm is not None)
+
+
+def expect_rebuilt(pool: Pool, name: str, lost: int, *arguments: Any) -> dict[str, Tensor]:
+    results = pool.run(PLANS[name].world_size, lose, name, lost, *arguments)
     (rebuilt,) = [found for rank, found in enumerate(results) if rank != lost and found]
     assert not isinstance(rebuilt, str), rebuilt
     assert rebuilt.keys() == results[lost].keys()
-    assert any(key.startswith("optimizer/") for key in rebuilt)
-    assert any(key.endswith("/average") for key in rebuilt) == (clip_norm is not None)
-    different = [key for key in rebuilt if not torch.equal(rebuilt[key], results[lost][key])]
-    assert different == []
+    assert [key for key in rebuilt if not torch.equal(rebuilt[key], results[lost][key])] == []
+    return rebuilt
 
 
 def test_over_a_link_that_is_too_slow_nothing_is_mirrored(pool: Pool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -253,45 +252,6 @@ def test_a_full_disk_is_told_once_and_training_goes_on(pool: Pool, tmp_path: Pat
         assert "File too large" in full
         assert again == "checkpoints are saved again: that of step 4 is"
         assert result["names"] == ["step-00000004", "step-00000001"]
-
-
-def hashing(rank: int, world_size: int, store: Store, folder: Path, save: bool) -> list[str]:
-    """Save two checkpoints, or resume the newest; the files that this rank hashed."""
-    group = Group(store, rank, world_size, 30.0)
-    plan = PLANS["hybrid"]
-    session = trained(plan, group, 1)
-    checkpoints = Checkpoints(folder / str(min(rank, 1)), group, 5, {})  # ranks 1 and 2 share a disk
-    hashed: list[str] = []
-    original = hashlib.file_digest
-
-    def counting(file: Any, digest: str) -> Any:
-        path = Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))
-        hashed.append(f"{path.parent.name.strip('.').partition('-g')[0]}/{path.name}")
-        return original(file, digest)
-
-    hashlib.file_digest = counting  # type: ignore[assignment]
-    try:
-        if save:
-            for step in (1, 2):
-                session.state.step = step
-                assert checkpoints.save(session.state, plan, {}) == []
-        else:
-            metadata = checkpoints.resume(session.state, plan)
-            assert metadata is not None
-            assert metadata.step == 2
-    finally:
-        hashlib.file_digest = original
-        group.close()
-    return hashed
-
-
-def test_every_shard_is_hashed_once_and_old_checkpoints_are_not(pool: Pool, tmp_path: Path) -> None:
-    shards = [[f"step-0000000{step}/stage-{stage}.safetensors" for stage in range(2)] for step in (1, 2)]
-    # Both disks have both shards. What a rank wrote is hashed when it is written, what it received when it is there.
-    both = [*shards[0], *shards[1]]
-    assert [sorted(files) for files in pool.run(3, hashing, tmp_path, True)] == [both, both, []]
-    (tmp_path / "1" / "step-00000002" / "stage-1.safetensors").unlink()  # so that it is received again
-    assert [sorted(files) for files in pool.run(3, hashing, tmp_path, False)] == [shards[1], shards[1], []]
 
 
 HELD_UP = """

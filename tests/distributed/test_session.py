@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
-from horizonml.engine.clock import LOAD
 from horizonml.engine.session import Session
 from horizonml.errors import HorizonError, JobError, PeerLost
 from horizonml.job.schema import Sgd
 from horizonml.models.zoo import Model
-from horizonml.plan.actions import Kind
 from horizonml.plan.plan import Plan, Stage
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
@@ -191,19 +189,3 @@ def test_a_stage_may_hand_on_what_enters_it_with_a_split_backward_pass(pool: Poo
     usual, split = (pool.run(3, handing_on, Plan(stages, name, 3)) for name in ("1f1b", "zb-h1"))
     for expected, state in zip(usual, split, strict=True):
         assert all(torch.allclose(state[key], value, rtol=1e-5, atol=1e-7) for key, value in expected.items())
-
-
-def named(rank: int, world_size: int, store: Store, plan: Plan) -> set[str]:
-    """What a rank's clock calls the work of a step."""
-    group = Group(store, rank, world_size, 30.0)
-    session = Session(plan, TrainState(model(), OPTIMIZER), group, Classification(), FULL)
-    report = session.step(RandomBatch(0), LR)
-    session.close()
-    group.close()
-    return {span.what for span in report.spans if span.kind == "compute"}
-
-
-def test_a_recorded_step_names_its_work_as_a_predicted_one_does(pool: Pool) -> None:
-    stages = (Stage(0, 6, (0,), (1.0,)), Stage(6, 15, (1,), (1.0,)))
-    for names in pool.run(2, named, Plan(stages, "zb-h1", 3)):
-        assert names == {LOAD, "prepare", "update", Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}

@@ -31,18 +31,13 @@ from horizonml.state.train_state import TrainState
 from horizonml.telemetry.metrics import Metrics
 from tests.distributed import test_equal, test_following, test_local, test_lossless, test_saving
 from tests.distributed.pool import Pool
-from tests.distributed.staged import every_state_on_device, run_on
+from tests.distributed.staged import OnDevice, every_state_on_device, run_on
 from tests.distributed.truth import distance
 from tests.pretend import CUDA, PretendDevice, Pretended
 
 
 def test_a_lost_stage_is_rebuilt(pool: Pool) -> None:
-    arguments = (frozenset((0, 2)), test_lossless.lose, "int8", 2, 9, 12_000.0, 0.5)
-    results = pool.run(3, run_on, *arguments)
-    (rebuilt,) = [found for rank, found in enumerate(results) if rank != 2 and found]
-    assert not isinstance(rebuilt, str), rebuilt
-    assert rebuilt.keys() == results[2].keys()
-    assert [key for key in rebuilt if not torch.equal(rebuilt[key], results[2][key])] == []
+    test_lossless.expect_rebuilt(OnDevice(pool, frozenset((0, 2))), "int8", 2, 9, 12_000.0, 0.5)
 
 
 @pytest.mark.parametrize("where", [frozenset((1,)), frozenset((0, 2))], ids=["newcomer", "others"])

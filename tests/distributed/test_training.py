@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import resource
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -347,32 +345,6 @@ def test_a_checkpoint_of_another_run_is_refused(pool: Pool, tmp_path: Path) -> N
     ((ok, text),) = pool.run_each([(run, (0, 1), (job(tmp_path, batch_size=16),))])
     assert not ok
     assert "belongs to another run: batch_size was 32, now it is 16" in text
-
-
-def test_leftovers_of_a_crash_are_cleaned_and_a_full_disk_keeps_the_old_checkpoint(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, run, job(tmp_path), 5)
-    folder = tmp_path / "checkpoints"
-    (folder / ".step-00000099").mkdir()
-    (folder / ".step-00000099" / "stage-0.safetensors").write_bytes(b"half")
-    # Training goes on, but ends with an error: the last checkpoint is not there.
-    ((ok, text),) = pool.run_each([(without_space, (0, 1), (job(tmp_path, epochs=1),))])
-    assert not ok
-    assert re.search(r"the last checkpoint, after step 7, could not be saved \(rank 0: .*File too large", text)
-    assert "the newest checkpoint is that of step 6" in text
-    mark, *names = sorted(path.name for path in folder.iterdir())
-    assert mark.startswith(".generation-1-0-")
-    assert names == ["step-00000005", "step-00000006"]
-    assert read_metadata(folder / "step-00000006").step == 6
-
-
-def without_space(rank: int, world_size: int, store: Store, job: Job) -> str:
-    """Train where no file can become longer than a few bytes, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        return run(rank, world_size, store, job)[0]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_records_and_checkpoints_are_complete_and_true(pool: Pool, tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ class Images:
     """A model for images of [1, 8, 8], and noise with random labels."""
 
     name: str
+    steps: int = 3
     task: Task = field(default_factory=Classification)
     rate: float = LR
 
@@ -106,7 +107,7 @@ class Images:
 
     def batches(self) -> list[RandomBatch]:
         """A batch for each step."""
-        return [RandomBatch(step) for step in range(3)]
+        return [RandomBatch(step) for step in range(self.steps)]
 
 
 class End(NamedTuple):
@@ -132,15 +133,12 @@ def trained(rank: int, world_size: int, store: Store, case: Case, subject: Subje
     return End(state, reports, judged)
 
 
-def train(rank: int, world_size: int, store: Store, case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[Any]]:
+def train(
+    rank: int, world_size: int, store: Store, case: Case, steps: int = 3
+) -> tuple[dict[str, Tensor], list[StepResult]]:
     """What a rank holds after some steps on images, and what it reported."""
-    model = built(f"tests.models:{case.model}")
-    group = Group(store, rank, world_size, 30.0)
-    session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL, ema=case.ema)
-    reports = [session.step(RandomBatch(step), LR, measure_divergence=True) for step in range(steps)]
-    state = state_of(session)
-    group.close()
-    return state, reports
+    end = trained(rank, world_size, store, case, Images(case.model, steps))
+    return end.state, end.reports
 
 
 class Called(nn.Module):
