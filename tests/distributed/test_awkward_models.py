@@ -26,7 +26,7 @@ from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
 from tests.awkward_late import LATE, LATE_AFTER
 from tests.awkward_models import Base, Block
-from tests.awkward_rows import ROWS, Row
+from tests.awkward_states import ROWS, Row
 from tests.distributed.pool import Pool
 from tests.distributed.truth import FULL, LR, SHAPE, RandomBatch, distance
 

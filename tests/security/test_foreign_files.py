@@ -335,6 +335,9 @@ def test_the_lists_of_files_of_a_data_set_cannot_name_one_elsewhere(tmp_path: Pa
         (folder / "state.json").write_text(json.dumps(state | {"_data_files": [{"filename": name}]}))
         with pytest.raises(DataError, match="cannot be read as a Hugging Face data set"):
             open_hub(hub_spec(folder))
+    (tmp_path / "private.arrow").rename(folder / "data-00000-of-00001.arrow")
+    (folder / "state.json").write_text(json.dumps(state))
+    assert len(open_hub(hub_spec(folder)).train) == 4
     (tmp_path / "outer").mkdir()
     (tmp_path / "outer" / "dataset_dict.json").write_text('{"splits": ["../set"]}')
     with pytest.raises(DataError, match="cannot be read as a Hugging Face data set"):

@@ -75,11 +75,13 @@ def test_a_shard_elsewhere_by_a_link(made: Path) -> None:
         refused(made, "link to somewhere outside")
 
 
-def test_a_tensor_that_two_shards_have(made: Path) -> None:
+def test_a_tensor_that_two_shards_have_or_none(made: Path) -> None:
     first = load_file(made / "stage-0.safetensors")
     name = next(iter(first))
     resaved(made, 1, lambda tensors: tensors.update({name: torch.zeros(2)}))
     refused(made, "which another shard has, too")
+    rewritten(made, lambda metadata: metadata["shards"]["stage-0.safetensors"].update(tensors=len(first) + 1))
+    refused(made, f"has {len(first)} tensors instead of {len(first) + 1}")
 
 
 def test_a_tensor_of_another_shape_or_dtype(made: Path, tmp_path: Path) -> None:
@@ -109,7 +111,8 @@ def test_a_tensor_that_is_not_there_is_never_exported_with_its_initial_values(ma
 
 
 def test_metadata_that_is_a_bomb_takes_little_memory(made: Path) -> None:
-    bombs = ('{"format": 1, "format": 1}', "[" * (1 << 20), '{"a": ' * 100_000, "[" + "[]," * (8 << 20),
+    twice = (made / "checkpoint.json").read_text().replace("{", '{"step": 1, ', 1)
+    bombs = (twice, "[" * (1 << 20), '{"a": ' * 100_000, "[" + "[]," * (8 << 20),
              '{"step": 1e999}', '{"format": ' + "9" * 5000 + "}", "\xff" * 100, "null")  # fmt: skip
     with bounded(300):
         for content in bombs:
