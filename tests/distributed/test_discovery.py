@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from horizonml import __version__
-from horizonml.security.token import make_token
 from tests.netns import CABLE, Lab
 from tests.programs import need, need_networks
 
@@ -73,50 +72,6 @@ for number in range(int(sys.argv[2])):
     label, properties = f"x{number}", plain | {"name": f"x{number}"}
     zeroconf.registry.async_add(ServiceInfo(TYPE, f"{label}.{TYPE}", port=1, properties=properties,
                                             server=f"{label}.local.", parsed_addresses=[own]))
-print("said", flush=True)
-sys.stdin.read()
-"""
-
-
-SERVE = """
-import sys, threading
-from horizonml.rendezvous.discovery.service import Announcement
-from horizonml.job.jobfile import from_values
-from horizonml.runtime.lobby.offer import offer
-from horizonml.machine.network import listen
-from horizonml.rendezvous.service import Service
-from horizonml.security.tls import server_context
-from horizonml.security.token import parse_token
-token = parse_token(sys.stdin.readline().strip())
-run = offer(from_values({"name": "test"}, "the test's job"), "0" * 32).devices()
-service = Service(listen("0.0.0.0", 29400), server_context(token), roster=run.roster, handlers=run.handlers())
-threading.Thread(target=service.run, args=(lambda: False,), daemon=True).start()
-with Announcement(29400, token.id, "test", host="0.0.0.0") as announcement:
-    print(announcement.problem, flush=True)
-    sys.stdin.read()
-"""
-FIND = """
-import os, sys
-from horizonml.rendezvous.discovery import finding
-from horizonml.rendezvous.discovery.finding import find
-finding.SECONDS = float(sys.argv[1])
-from horizonml.security.token import parse_token
-place = find(parse_token(os.environ["HORIZONML_TOKEN"]), lambda found: None, lambda: False)
-print("at", place.hosts[0], place.port)
-"""
-# Announces runs with this token's identifier, which is public, and the other device's run under another name.
-FORGE = """
-import sys
-from zeroconf import ServiceInfo, Zeroconf
-own, count, id, version, other = sys.argv[1:]
-zeroconf, TYPE = Zeroconf(interfaces=[own]), "_horizonml._tcp.local."
-for number in range(int(count) + 1):
-    label = f"x{number}"
-    text = {"format": "1", "token": id, "name": label, "version": version, "job": "test"}
-    where = other if number == int(count) else own
-    port = 29400 if number == int(count) else 29400 + number
-    zeroconf.registry.async_add(ServiceInfo(TYPE, f"{label}.{TYPE}", port=port, properties=text,
-                                            server=f"{label}.local.", parsed_addresses=[where]))
 print("said", flush=True)
 sys.stdin.read()
 """
@@ -191,29 +146,6 @@ def test_a_stranger_can_neither_confuse_a_browse_nor_hide_the_others(lab: Lab) -
     assert {each["host"] for each in found} <= {lab.addresses[HOST], lab.addresses[STRANGER]}
     assert not {"evil"} & {each["name"] for each in found}
     withdraw(laptop)
-    stranger.kill()
-
-
-def test_who_announces_runs_without_the_token_neither_hides_the_real_one_nor_adds_one(lab: Lab) -> None:
-    """As `join` looks for it where nobody can be asked which one is meant."""
-    token = make_token()
-    forge = [lab.addresses[STRANGER], "600", token.id, __version__, lab.addresses[HOST]]
-    stranger = lab.start(STRANGER, sys.executable, "-c", FORGE, *forge)
-    assert stranger.stdout is not None
-    assert stranger.stdout.readline() == "said\n"
-    laptop = lab.start(HOST, sys.executable, "-c", SERVE)
-    assert laptop.stdin is not None
-    assert laptop.stdout is not None
-    laptop.stdin.write(f"{token.text}\n")
-    laptop.stdin.flush()
-    assert laptop.stdout.readline() == "None\n"
-    done = lab.run(SEEKER, sys.executable, "-c", FIND, "10", HORIZONML_TOKEN=token.text)
-    assert done.returncode == 0, done.stderr
-    assert f"at {lab.addresses[HOST]} 29400" in done.stdout
-    assert len(done.stdout.splitlines()) < 10
-    withdraw(laptop)
-    done = lab.run(SEEKER, sys.executable, "-c", FIND, "2", HORIZONML_TOKEN=token.text)
-    assert "no run was found within 2 s" in done.stderr
     stranger.kill()
 
 

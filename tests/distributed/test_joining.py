@@ -105,34 +105,6 @@ def test_the_others_train_while_a_newcomer_on_a_slow_link_receives_its_state(fol
     assert "Traceback" not in "".join(cluster.log(rank).read_text() for rank in range(3))
 
 
-def test_a_rank_leaves_while_a_newcomer_follows_and_another_is_lost(folder: Path) -> None:
-    with slow_link(folder) as cluster:
-        come_back(cluster, 2, 8e6)  # 8 MB take 8 s
-        wait_for(lambda: of_kind(cluster, 2, "run")[-1]["time"] > cluster.exits[-1].time, "rank 2 in the group")
-        recorded = len(of_kind(cluster, 2, "step"))
-        wait_for(lambda: len(of_kind(cluster, 2, "step")) > recorded + 5, "steps that rank 2 has followed")
-        assert not of_kind(cluster, 2, "followed")
-        # One that holds the state is lost: the newcomer, which has no state yet, does not count as another one.
-        cluster.kill(1)
-        wait_for(lambda: of_kind(cluster, 0, "run")[-1]["world_size"] == 2, "a group without rank 1")
-        after = of_kind(cluster, 0, "run")[-1]["resumed_at"]
-        wait_for(lambda: of_kind(cluster, 0, "step")[-1]["step"] > after + 5, "steps without rank 1")
-        assert not of_kind(cluster, 2, "followed")
-        # The only one that holds the state is asked to leave: it does so when the newcomer has all of it.
-        cluster.process(0).terminate()
-        wait_for(lambda: cluster.exit_code(0) is not None, "the end of rank 0")
-        assert cluster.exit_code(0) == 0
-        last = of_kind(cluster, 0, "step")[-1]["step"]
-        wait_for(lambda: of_kind(cluster, 2, "step")[-1]["step"] > last + 5, "steps of rank 2 alone")
-        assert len(of_kind(cluster, 2, "followed")) == 1
-    recoveries = of_kind(cluster, 0, "recovery")
-    assert [(r["source"], r["steps_repeated"]) for r in recoveries] == [("memory", 0)] * 2
-    assert of_kind(cluster, 2, "run")[-1]["resumed_at"] == last
-    steps_of = [r["step"] for r in of_kind(cluster, 0, "step")]
-    assert len(steps_of) == len(set(steps_of)), "no step is repeated"
-    assert "Traceback" not in "".join(cluster.log(rank).read_text() for rank in range(3))
-
-
 def end_of(start: Callable[..., subprocess.Popen[str]], folder: Path, job: str, service: Service) -> str:
     """What a job that is refused says."""
     (folder / "job.yaml").write_text(job)

@@ -7,18 +7,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from horizonml.comm.group import Group
-from horizonml.job.jobfile import from_values
-from horizonml.machine.signals import StopRequest
-from horizonml.runtime.generation import Generation
-from horizonml.runtime.life import Life
-from horizonml.runtime.outcome import Outcome
-from horizonml.state.resume import ShardsAway
 from horizonml.telemetry.log import read_lines
 from tests.distributed.processes import wait_for
 from tests.distributed.test_up import Output
@@ -121,20 +112,3 @@ def test_one_of_two_ranks_that_do_not_reach_each_other_is_left_out_until_they_do
     wait_for(lambda: run.step(2) > before + 5, "steps of the rank that was left out", 60)
     assert run.ranks[0].text.count("meeting the others again") == 1, "the rank that came back has cost nothing"
     run.end()
-
-
-def test_the_wait_for_machines_ends_when_ranks_come_or_with_what_is_missing() -> None:
-    said: list[str] = []
-    job = from_values({"name": "test", "rendezvous": {"timeout": 0.6}}, "the test's job")
-    life = cast(Life, SimpleNamespace(job=job, stop=StopRequest(), awaited=None))
-    missing = ShardsAway("stage-0.safetensors is missing (kept by edge0)", ["edge0", "edge1"])
-
-    def group(comes: bool) -> Generation:
-        return Generation(life, Group(None, 0, 1, 30.0), 1, ["here"], [0], lambda: comes, True, said.append)
-
-    assert group(True)._wait_for_machines(missing) is Outcome.RE_FORM
-    assert said[-1] == f"{missing}; waiting for edge0 and edge1 to come back, for 1 s at most (rendezvous.timeout)"
-    began = life.awaited
-    with pytest.raises(ShardsAway, match="kept by edge0"):  # whoever came did not have it
-        group(False)._wait_for_machines(missing)
-    assert life.awaited == began, "the time goes on from group to group"

@@ -21,7 +21,7 @@ from horizonml import __version__
 from horizonml.comm.group import Group
 from horizonml.errors import PeerLost, RendezvousError
 from horizonml.machine import network
-from horizonml.machine.network import interface_of, listen, route_to, split_address
+from horizonml.machine.network import listen
 from horizonml.machine.signals import Cancelled
 from horizonml.rendezvous import roster
 from horizonml.rendezvous.client import Client, Endpoint, Unwanted
@@ -380,16 +380,3 @@ def test_a_taken_port_is_a_clear_error() -> None:
         pytest.raises(RendezvousError, match="in use; choose another --host or --port"),
     ):
         listen("127.0.0.1", taken.getsockname()[1])
-
-
-def test_the_route_leads_to_the_interface_of_the_service() -> None:
-    assert route_to("127.0.0.1", 29400) == ("127.0.0.1", "lo")
-    own = socket.gethostbyname(socket.gethostname())
-    if not own.startswith("127."):
-        assert route_to(own, 29400) == (own, interface_of(own))
-        assert interface_of(own) != "lo"
-
-
-def test_addresses_are_split() -> None:
-    assert split_address("host:29400") == ("host", 29400)
-    assert split_address("[fe80::1]:2") == ("fe80::1", 2)

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from horizonml.comm.connect import PublishedAddresses
 from horizonml.comm.group import Group
-from horizonml.comm.tunnel.addresses import is_ours, read_blob
+from horizonml.comm.tunnel.addresses import is_ours
 from horizonml.comm.tunnel.client import AES, CHACHA, Links, Tunnel, TunnelPeer, TunnelUsage
 from horizonml.errors import PeerLost
 from horizonml.profiling.probe import probe_pairs
@@ -31,7 +29,6 @@ from horizonml.security.token import make_token, parse_token
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import built, session_for, state_of
 from tests.distributed.truth import FULL, LR, Case, RandomBatch, train
-from tests.programs import need_root
 
 HERE = "127.0.0.1"
 DDP, PIPELINE = Case("ddp", ((1.0,) * 3,)), Case("pipeline", ((1.0,),) * 3, 5, model="normed")
@@ -227,37 +224,3 @@ def test_ranks_measure_what_links_cost_their_processors(pool: Pool) -> None:
     assert results[0] == results[1] == results[2]
     assert all(1e-10 < seconds < 1e-6 for seconds in results[0])
     assert results[0][0] == results[0][2], "ranks of one machine share its tunnel"
-
-
-def beside_another_user(rank: int, world_size: int, store: Store) -> str:
-    """Connect while a process of another user connects to every socket of this rank."""
-    original = PublishedAddresses.set
-
-    def set_and_let_in(self: PublishedAddresses, key: str, value: bytes) -> None:
-        at = read_blob(value).address, read_blob(value).port
-        if rank == 0:
-            command = ["bash", "-c", f"exec 3<>/dev/tcp/{at[0]}/{at[1]}; echo; read -u 3"]
-            strangers.append(subprocess.Popen(command, user=65534, cwd="/", stdout=subprocess.PIPE))
-            assert strangers[0].stdout is not None
-            strangers[0].stdout.readline()
-        original(self, key, value)
-
-    strangers: list[subprocess.Popen[bytes]] = []
-    PublishedAddresses.set = set_and_let_in  # type: ignore[method-assign]
-    try:
-        Group(store, rank, world_size, 5.0, ["here"] * world_size).close()
-    except PeerLost as error:
-        return str(error)
-    finally:
-        PublishedAddresses.set = original  # type: ignore[method-assign]
-        for stranger in strangers:
-            stranger.kill()
-            stranger.communicate()
-    return "connected"
-
-
-def test_another_user_who_connects_with_the_group_is_noticed(pool: Pool) -> None:
-    need_root("become another user")
-    first, second = pool.run(2, beside_another_user)
-    assert first == "another user of this machine has connected to this rank while its group connected"
-    assert second == "connected"

@@ -29,8 +29,6 @@ from tests.rosters import rank
 from tests.security.net import ENDED, LOCAL, Raw, Target, client_hello, connect, many_files, undisturbed
 
 GOOD = asdict(rank(0, world_size=2, pid=4_000_000_000))
-ASK = {"host_id": "pi", "pid": 7, "digest": "d9", "world_size": 2, "most": 4}
-WRONG: tuple[Any, ...] = (None, True, -1, 1.5, 1 << 70, "x\ny", "x" * 5000, "\ud800", [], {}, [[]], 1e308)
 
 
 @pytest.fixture(scope="module")
@@ -67,35 +65,6 @@ def refused(line: bytes, words: str, greet: bool = True) -> Callable[[Target], N
 
 def asked(words: str, **fields: Any) -> Callable[[Target], None]:
     return refused(json.dumps(fields).encode() + b"\n", words)
-
-
-def each_field(target: Target) -> None:
-    """Every field of every request, with every kind of wrong value, and without it."""
-    member = asdict(rank(0, world_size=2, generation=1, group_size=2))
-    requests: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (join := {"do": "join", "id": 5, "join": dict(GOOD)}, join["join"]),
-        (join, join),
-        (resume := {"do": "resume", "id": 5, "beside": [0, 1], "resume": dict(member)}, resume["resume"]),
-        (resume, resume),
-        (ask := {"do": "ask", "id": 5, "ask": dict(ASK)}, ask["ask"]),
-        (ask, ask),
-    ]
-    with target.raw() as peer:
-        for request, inside in requests:
-            for name in [name for name in inside if name != "do"]:
-                kept = inside.pop(name)
-                assert "error" in peer.ask(request), f"{request['do']} without {name}"
-                for wrong in WRONG:
-                    if fits(name, wrong):
-                        continue
-                    inside[name] = wrong
-                    assert "error" in peer.ask(request), f"{request['do']} with {name}={wrong!r}"
-                inside[name] = kept
-
-
-def fits(name: str, value: object) -> bool:
-    """Whether a wrong value would be a right one in this field."""
-    return value in (True, 1.5) and name in ("up", "replace_timeout")
 
 
 def before_joining(target: Target) -> None:
@@ -200,7 +169,6 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "a world of 30,000,000": asked("world_size must be", do="join", id=7, join={**GOOD, "world_size": 30_000_000}),
     "ranks beyond all worlds": asked("beside must be", do="resume", id=7, resume=GOOD, beside=[1 << 40]),
     "a join of the far future": asked("of another run", do="join", id=7, join={**GOOD, "generation": 1 << 52}),
-    "wrong types everywhere": each_field,
     "requests before a join": before_joining,
     "two joins on one connection": twice,
     "forged reports": forged_reports,
@@ -302,37 +270,3 @@ def test_what_a_rank_keeps_at_the_service_and_asks_for_is_bounded(tmp_path: Path
         for other in others:
             other.close()
     target.end()
-
-
-def test_a_wrong_join_beside_ranks_that_wait_is_refused_alone(target: Target) -> None:
-    """The ranks go on waiting, and meet when the last one has come."""
-    service = target
-    if service.ranks is not None:
-        service.ranks.close()
-        service.ranks = None
-    peers = [service.raw() for _ in range(3)]
-    try:
-        for one in (0, 1):
-            peers[one].ask({"do": "join", "id": number(), "join": asdict(rank(one, pid=500 + one, digest="d3"))})
-        found: list[dict[str, Any]] = []
-
-        def wait(one: int) -> None:
-            found.append(until_verdict(peers[one]))
-
-        threads = [threading.Thread(target=wait, args=(one,)) for one in (0, 1)]
-        for thread in threads:
-            thread.start()
-        with service.raw() as stranger:
-            assert stranger.ask({"do": "join", "id": number(), "join": asdict(rank(2, job="evil"))}) == {}
-            assert "rank 2 has job evil" in until_verdict(stranger)["refused"]
-        assert not found
-        peers[2].ask({"do": "join", "id": number(), "join": asdict(rank(2, pid=502, digest="d3"))})
-        wait(2)
-        for thread in threads:
-            thread.join(20)
-        assert sorted(verdict["rank"] for verdict in found) == [0, 1, 2]
-        for peer in peers:
-            peer.ask({"do": "leave", "leave": {"reason": "done", "kind": "done"}})
-    finally:
-        for peer in peers:
-            peer.close()

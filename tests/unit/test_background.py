@@ -50,25 +50,6 @@ def test_the_thread_ends_with_the_group(group: Group) -> None:
     assert (alive(), background.broken) == (0, True)
 
 
-def test_work_is_done_to_its_end_though_its_owner_is_gone(group: Group) -> None:
-    background = Background(group, NAME, 30.0)
-    begun, go_on, seen = threading.Event(), threading.Event(), []
-
-    def work(owner: Background = background) -> None:  # whose last reference is the thread's own in the end
-        begun.set()
-        assert go_on.wait(30)
-        seen.append(owner.busy)
-
-    background.start(work)
-    assert begun.wait(5)
-    del work
-    del background
-    assert alive() == 1
-    go_on.set()
-    wait_for(lambda: not alive(), "the end of the thread", 5)
-    assert seen == [True]
-
-
 def test_the_thread_ends_when_the_other_ranks_are_lost(group: Group) -> None:
     background = Background(group, NAME, 30.0)
 

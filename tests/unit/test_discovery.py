@@ -12,16 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horizonml.rendezvous.device_messages import (
-    DeviceInfo,
-)
 from horizonml.rendezvous.discovery import records
-from horizonml.rendezvous.discovery.device import accelerator, measure_gflops, model, system, this_device
 from horizonml.rendezvous.discovery.diagnosis import Surroundings, explain_clocks, explain_nobody, find_firewalls
 from horizonml.rendezvous.discovery.multicast import Hearing, Interface, choose, reachable, read_interfaces
 from horizonml.rendezvous.discovery.records import FoundService
 from horizonml.rendezvous.discovery.service import _Search
-from horizonml.rendezvous.wire import fields_of, read
 
 ETH = Interface(
     "eth0",
@@ -249,31 +244,6 @@ def test_a_firewall_that_is_switched_on_is_named(tmp_path: Path, monkeypatch: py
     ufw, firewalld = find_firewalls(tmp_path)
     assert "`sudo ufw allow 5353/udp && sudo ufw allow 29400:29401/tcp`" in ufw
     assert "sudo firewall-cmd --permanent --add-service=mdns --add-port=29400-29401/tcp" in firewalld
-
-
-def test_a_board_and_a_computer_are_called_what_people_call_them(tmp_path: Path) -> None:
-    assert model(tmp_path) == ""
-    dmi = "sys__class__dmi__id__"
-    put(tmp_path, **{f"{dmi}sys_vendor": "To Be Filled By O.E.M.\n", f"{dmi}product_name": "NUC7i5\n"})
-    assert model(tmp_path) == "NUC7i5"
-    put(tmp_path, **{f"{dmi}sys_vendor": "LENOVO\n", f"{dmi}product_version": "ThinkPad X1\n"})
-    assert model(tmp_path) == "LENOVO ThinkPad X1"
-    put(tmp_path, **{"proc__device-tree__model": "Raspberry Pi 5 Model B Rev 1.0\0"})
-    assert model(tmp_path) == "Raspberry Pi 5 Model B Rev 1.0"
-    put(tmp_path, **{"etc__os-release": 'NAME="Debian"\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'})
-    assert system(tmp_path) == "Debian GNU/Linux 12 (bookworm)"
-    assert accelerator(tmp_path) == ""
-    put(tmp_path, **{"proc__driver__nvidia__gpus__0000:01:00.0__information": "Model: \t NVIDIA T4\nIRQ: 1\n"})
-    assert accelerator(tmp_path) == "NVIDIA T4"
-
-
-def test_a_device_describes_itself_and_is_understood() -> None:
-    device = this_device()
-    assert read(DeviceInfo, fields_of(device)) == device
-    assert device.gflops > 0
-    assert device.memory > 0
-    assert device.torch
-    assert measure_gflops() == device.gflops, "it is measured once"
 
 
 def answered(number: int) -> SimpleNamespace:

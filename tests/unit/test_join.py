@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from horizonml.rendezvous.device_messages import (
     DeviceInfo,
     DeviceState,
     FilesRequest,
-    LinkRates,
     RunOutcome,
 )
 from horizonml.rendezvous.devices import Device, Devices
@@ -35,7 +32,7 @@ from horizonml.rendezvous.discovery.finding import ServiceAddress, at
 from horizonml.rendezvous.messages import Nothing
 from horizonml.rendezvous.server import Answer, Peer
 from horizonml.rendezvous.service import Handlers, Service, at_once
-from horizonml.runtime.lobby.child import Child, Progress
+from horizonml.runtime.lobby.child import Child
 from horizonml.runtime.lobby.join import Ending, Joiner
 from horizonml.runtime.lobby.offer import note_lineage, offer
 from horizonml.runtime.lobby.prepare import JoinSettings, take_folder
@@ -179,21 +176,6 @@ def test_a_folder_that_is_no_run_is_not_touched(tmp_path: Path) -> None:
         take_folder(JOB.model_copy(update={"folder": str(folder)}), LINEAGE)
 
 
-def test_progress_is_read_from_the_records_of_this_run_alone(tmp_path: Path) -> None:
-    file = tmp_path / "rank-1.jsonl"
-    step = {"kind": "step", "step": 3, "time": 9.0, "loss": 0.5, "batch": 64, "wall": 0.5}
-    file.write_text(json.dumps(step) + "\n")
-    progress = Progress(tmp_path, 1)
-    assert progress.look() is None
-    with file.open("a") as opened:
-        opened.write(json.dumps(step | {"step": 4, "time": 10.0}) + "\n" + '{"kind": "st')
-    assert progress.look() == "step 4, loss 0.5000, 128 samples/s"
-    with file.open("a") as opened:
-        opened.write('ep", "step": 5, "time": 11.0, "loss": 1.0, "batch": 1, "wall": 1.0}\n')
-    assert progress.look() is None, "lines come now and then"
-    assert (progress.step, progress.first) == (5, 10.0)
-
-
 def test_a_rank_that_died_before_its_orders_is_ended_all_the_same(tmp_path: Path) -> None:
     child = Child(tmp_path / "job.yaml")
     child._process.kill()
@@ -206,24 +188,6 @@ def test_a_rank_that_died_before_its_orders_is_ended_all_the_same(tmp_path: Path
 def device(name: str, state: DeviceState = DeviceState.READY, **more: Any) -> Device:
     beat = DeviceBeat(secrets.token_hex(16), DeviceInfo(name, 4.0, 1 << 30), state, **more)
     return Device(beat, "127.0.0.1:50", 0.0, 1)
-
-
-def test_lines_say_who_comes_changes_and_goes(capsys: pytest.CaptureFixture[str]) -> None:
-    own, lines = DeviceInfo("laptop", 8.0, 1 << 34), DeviceLines()
-    pi = device("pi", DeviceState.PREPARING)
-    lines.show(own, [pi], "ready: 1 device")
-    lines.show(own, [pi], "ready: 1 device")
-    pi.beat = replace(pi.beat, state=DeviceState.READY, link=LinkRates(1e6, 2e6, 0.1))
-    lines.show(own, [pi], "ready: 2 devices")
-    lines.show(own, [], "ready: 1 device")
-    assert capsys.readouterr().out.splitlines() == [
-        "pi is here: 4 cores, 1.0 GiB",
-        "ready: 1 device",
-        "pi: ready, link 8 Mbit/s",
-        "ready: 2 devices",
-        "pi is gone",
-        "ready: 1 device",
-    ]
 
 
 def test_what_devices_say_cannot_paint_the_terminal() -> None:
@@ -243,11 +207,6 @@ def test_metrics_are_served_where_the_environment_says(tmp_path: Path, monkeypat
     wait_for(lambda: child.poll() is not None, "the end of a rank that cannot tell where to serve its metrics", 30)
     child.end()
     assert child.error().startswith("--metrics ($HORIZONML_METRICS): '9400x' is not [HOST:]PORT")
-
-
-def test_a_link_is_as_fast_as_its_slower_direction() -> None:
-    links = LinkRates(12.5e6, 1e9, 0.1), LinkRates(1e9, 125e6, 0.1), LinkRates(0.0, 1.0, 0.1)
-    assert [*map(str, links)] == ["100 Mbit/s", "1.0 Gbit/s", "-"]
 
 
 def test_rank_0_is_met_where_the_others_reach_it() -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from horizonml.comm import connect as module
-from horizonml.comm.connect import guard, others_there, silence
+from horizonml.comm.connect import guard, others_there
 from horizonml.comm.tunnel.addresses import Published, own_address
 from horizonml.errors import PeerLost
 from tests.programs import need_root
@@ -40,17 +39,6 @@ def test_a_listener_that_is_watched_is_watched_no_more(listener: socket.socket, 
         opened.enter_context(socket.create_connection(listener.getsockname()))
         assert poll.poll(0.2) == []
     assert not caplog.records
-
-
-def test_it_says_once_that_others_cannot_be_kept_away(listener: socket.socket, caplog: Any) -> None:
-    module._warn.cache_clear()
-    own = published(listener)  # which nothing watches, as if the lists were hidden
-    assert not silence(own)
-    for _ in range(3):
-        guard([own])
-    (said,) = caplog.records
-    assert said.levelname == "WARNING"
-    assert "stay open to every process of this machine" in said.getMessage()
 
 
 def test_another_user_is_noticed_although_the_listener_is_not_deaf(listener: socket.socket) -> None:

@@ -119,15 +119,6 @@ def test_a_client_of_another_protocol_is_told_so() -> None:
         check_hello({**hello(), "protocol": PROTOCOL + 8, "version": "9.9"})
 
 
-def test_a_key_belongs_to_who_set_it_first() -> None:
-    keys = Keys()
-    keys.set(1, "a", b"x")
-    keys.set(1, "a", b"y")
-    with pytest.raises(ValueError, match="belongs to another rank"):
-        keys.set(2, "a", b"z")
-    assert (keys.get("a"), keys.get("b")) == (b"y", None)
-
-
 def test_what_a_rank_stores_is_bounded() -> None:
     keys = Keys()
     for key, value, words in (

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -20,7 +19,6 @@ import pytest
 from horizonml.comm.tunnel.addresses import Target, TunnelAnswer, own_address, stand_in_address, vouch
 from horizonml.comm.tunnel.client import Tunnel, TunnelGone, TunnelUsage
 from horizonml.errors import SecurityError
-from horizonml.machine.network import AddressProbe
 from horizonml.security.tls import client_context
 from horizonml.security.token import Token, make_token
 from tests.distributed.processes import wait_for
@@ -191,19 +189,6 @@ def ask(port: int, content: bytes) -> int | None:
         return answer[0] if answer else None
 
 
-def test_a_rank_that_looks_whether_it_reaches_a_machine_is_no_stranger(start: Start) -> None:
-    there = start(port := free_port())
-    for _ in range(3):
-        probe = AddressProbe([(HERE, port)])
-        wait_for(lambda probe=probe: probe.look() or not probe.silent, "an answer", 5)
-        probe.close()
-    with socket.create_connection((HERE, port), timeout=10) as stranger:
-        stranger.sendall(b"no handshake\n\n")
-        stranger.recv(100)  # until it is refused
-    wait_for(lambda: there.usage().refused, "the stranger", 5)
-    assert there.usage().refused == 1
-
-
 @contextmanager
 def as_another_user(at: tuple[str, int], count: int) -> Iterator[list[socket.socket]]:
     """Connect as another user of this machine: the kernel notes who has made a socket."""
@@ -228,24 +213,6 @@ def test_another_user_of_this_machine_cannot_use_a_ranks_way_out(start: Start) -
             assert stranger.recv(1) == b""
         with socket.create_connection(at, timeout=10), listener.accept()[0]:
             assert here.failures([number], 5.0) == {}
-
-
-def test_a_ranks_last_connection_is_found_behind_those_of_another_user(start: Start) -> None:
-    need_root("become another user")
-    port, _, here = two(start)
-    with rank(0) as listener:
-        _, at = here.open(HERE, port, stand_in_address(0), listener.getsockname())
-        assert here._process is not None
-        here._process.send_signal(signal.SIGSTOP)  # so that all of them wait when the rank ends
-        with as_another_user(at, 3), socket.create_connection(at, timeout=10) as near:
-            near.sendall(b"the last words")
-            process = here._process
-            here.close()
-            process.send_signal(signal.SIGCONT)
-            far, _ = listener.accept()
-            with far:
-                far.settimeout(10)
-                assert exactly(far, 14) == b"the last words"
 
 
 def test_a_tunnel_without_a_descriptor_for_a_moment_says_so_and_goes_on(start: Start) -> None:
@@ -305,21 +272,6 @@ def test_a_second_rank_stands_by_and_takes_over(start: Start) -> None:
             assert far_away.failures([number], 10.0) == {}
     assert second.usage().received == 0
     wait_for(lambda: second.usage().connections == 0, "the end of the connection")
-
-
-def test_whoever_stands_by_goes_on_trying_after_another_trouble(start: Start) -> None:
-    port = free_port()
-    first, second = start(port), start(port)
-    assert second._serving()[0] == "standby"
-    assert first._process is not None
-    assert second._process is not None
-    process, before = psutil.Process(second._process.pid), first._process
-    with descriptors_left(process, 0):
-        first.close()
-        before.wait(10)
-        time.sleep(0.6)  # it has tried again twice
-        assert second._serving()[0] == "standby"
-    wait_for(lambda: second._serving()[0] == "yes", "the port", 10)
 
 
 def test_a_tunnel_that_failed_to_serve_is_told_to_serve_again(start: Start) -> None:

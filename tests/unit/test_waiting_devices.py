@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,8 +18,6 @@ from horizonml.rendezvous.device_messages import (
     DeviceBeat,
     DeviceInfo,
     DeviceState,
-    JobOffer,
-    LinkRates,
     Phase,
     RunOutcome,
     RunStatus,
@@ -265,14 +262,6 @@ def test_echoes_are_bounded() -> None:
     for request in ({"payload": "x" * (3 * MOST_CHUNK)}, {"back": 3 * MOST_CHUNK}, {"back": True}, {"payload": 1}):
         with pytest.raises(ValueError, match="must be"):
             ask(run, peer, "echo", **request)
-
-
-def test_what_devices_say_and_are_answered_travels_whole() -> None:
-    link, words = LinkRates(1.0, 2.0, 3.0), "words"
-    beat = DeviceBeat("a" * 32, DEVICE, DeviceState.TRAINING, words, link, Phase.STARTED, "b" * 32, 4)
-    status = RunStatus("a" * 32, Phase.OVER, "job", 1, 2, 3, 4, 5, RunOutcome.FAILED, words, True)
-    for message in (beat, status, JobOffer("name: x", "x", LINEAGE, "b" * 32, True)):
-        assert read(type(message), json.loads(json.dumps(fields_of(message)))) == message
 
 
 def test_a_rank_that_joins_by_itself_and_a_device_never_get_one_number() -> None:
