@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos import report
-from benchmarks.chaos.__main__ import chaos
 from benchmarks.chaos.accounting import Injected, Ledger, Span, read_records
 from benchmarks.chaos.campaign import Result, Settings
 from benchmarks.chaos.checks import tracebacks
@@ -135,15 +133,6 @@ def test_durations_are_read_as_people_write_them() -> None:
     ):
         with pytest.raises(JobError, match=f"^--for: .*{said}"):
             duration(text, "--for")
-
-
-def test_every_fault_is_in_the_help_and_in_the_documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "fault-tolerance.md").read_text()
-    for name in FAULTS:
-        assert re.search(rf"^    {name}[* ]", chaos.__doc__ or "", re.M), (
-            f"`python -m benchmarks.chaos --help` does not explain {name}"
-        )
-        assert f"\n| `{name}` | " in page, f"docs/fault-tolerance.md does not explain {name}"
 
 
 def test_output_is_complete_even_if_a_process_has_left_another_behind(tmp_path: Path) -> None:

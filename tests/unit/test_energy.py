@@ -26,10 +26,11 @@ def test_rapl_counts_packages_and_starts_over(tmp_path: Path) -> None:
     counters = [write(tmp_path / f"class/powercap/intel-rapl:{n}/energy_uj", 5_000_000) for n in (0, 1)]
     for counter in counters:
         write(counter.parent / "max_energy_range_uj", 10_000_000)
-    write(tmp_path / "class/powercap/intel-rapl:0:0/energy_uj", 777)  # a part of package 0
+    part = write(tmp_path / "class/powercap/intel-rapl:0:0/energy_uj", 777)  # of package 0
     meter = EnergyMeter(tmp_path)
     assert meter.joules() == 0
     write(counters[0], 7_000_000)
+    write(part, 1_000_777)
     assert meter.joules() == pytest.approx(2.0)
     write(counters[1], 1_000_000)  # past its range
     assert meter.joules() == pytest.approx(8.0)

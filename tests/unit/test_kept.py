@@ -62,6 +62,8 @@ def test_a_curve_that_says_more_load_is_faster_is_refused(model: Model) -> None:
     assert is_doubtful(noisy)
     better = curve_of({1.0: (1.4, 1.45, 0.98), 2.0: (1.0, 1.05, 1.01)}, 1.0)
     assert not is_doubtful(better), "the least time of several rounds is that of a quiet moment"
+    waits = curve_of({1.0: (1.0,), 2.0: (3.0,)}, 0.01)
+    assert waits == [[1.0, 1.0], [2.0, pytest.approx(1.02)]], "layers that wait do not wait longer"
     assert not is_doubtful([[1.0, 1.0], [2.0, 0.98], [4.0, 1.7]]), "chance"
     assert is_doubtful([[1.0, 1.0], [2.0, 1.9], [4.0, 1.2]])
     assert is_doubtful([[1.0, 1.0], [2.0, 3.0]], {1: (1.0, 1.1), 2: (3.0, 5.0)})

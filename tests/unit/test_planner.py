@@ -91,6 +91,10 @@ def test_links_and_their_latency_are_paid_for() -> None:
     fast = predict(plan, times, 10, one_host(2, 2), FAST, 0).seconds
     slow = predict(plan, times, 10, one_host(2, 2), Network(0.5, 40.0), 0).seconds
     assert slow == pytest.approx(fast + 2 * (0.5 + 10 * 4 / 40.0))
+    # 40 bytes take 40 ms, and are there every 10 ms: what follows waits for the link.
+    sent = predict(pipeline([1, 2], 2), times, 20, one_host(2, 2), Network(0.0, 1e3), 0).messages
+    first, second = (one for one in sent if one.sender == 0)
+    assert (first.begin, second.begin, second.end) == pytest.approx((0.01, 0.05, 0.09))
 
 
 def test_1f1b_needs_less_memory_than_gpipe() -> None:

@@ -65,6 +65,8 @@ def test_normal_values_keep_nine_tenths() -> None:
 def test_tiles_without_negative_values_are_not_rotated() -> None:
     values = torch.randn(1 << 14, generator=torch.Generator().manual_seed(1)).relu()
     assert torch.equal(encode(values, rotate=True), encode(values))
+    beside = torch.cat([-torch.ones(TILE), values])
+    assert torch.equal(encode(beside, rotate=True)[-TILE // 2 :], encode(beside)[-TILE // 2 :])
     assert float((there_and_back(values, True) - values).norm() / values.norm()) < 0.06
 
 
