@@ -50,8 +50,10 @@ def made(row: Row) -> Model:
 
 def proven(row: Row) -> Cutting | str:
     """How a model may be cut, as rank 0 finds out for all, or why the model stays whole."""
+    inputs = RandomBatch(0).inputs(0, 8)
+    ordered = inputs[inputs.flatten(1).abs().sum(1).argsort(descending=True)]  # which hides who puts them into order
     try:
-        cutting = prove(made(row), (RandomBatch(0).inputs(0, 8),))
+        cutting = prove(made(row), (ordered,))
         model = made(row).recut(cutting)
         return cutting if len(model.chain) > 1 else model.note
     except ModelError as error:
@@ -62,7 +64,8 @@ def plan_for(members: Members, layers: int) -> Plan:
     """A plan of this shape, with as many of its stages as there are layers."""
     rest = tuple(rank for ranks in members[layers - 1 :] for rank in ranks)
     used = members if layers >= len(members) else (*members[: layers - 1], rest)
-    cuts = [layers * place // len(used) for place in range(len(used) + 1)]
+    more = len(used) == 2  # the first of two ends after the block in the middle, where most models have their habit
+    cuts = [(layers * place + more) // len(used) for place in range(len(used) + 1)]
     return Plan(
         tuple(
             Stage(start, stop, ranks, (1.0,) * len(ranks))

@@ -21,8 +21,6 @@ from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.simulate import predict
 from horizonml.profiling.measure import measure
-from horizonml.state.spec import Sgd
-from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import InputSpec
 
 SHAPE = (1, 8, 8)
@@ -84,15 +82,6 @@ def test_no_gradient_crosses_a_cut_before_what_is_trained(name: str, freeze: str
     trained_first = made.parameter_names()[first]
     assert 0 < trained_first < len(made.chain) - 1
     assert crossing == [layer > trained_first for layer in range(1, len(made.chain))]
-
-
-def test_frozen_parameters_are_not_expected_to_have_optimizer_state() -> None:
-    made = model(*BODY)
-    state = TrainState(made, Sgd(momentum=0.9))
-    keys = [key for layer in range(len(made.chain)) for key in state.expected(layer)]
-    assert sorted(key for key in keys if key.startswith("optimizer/")) == [
-        f"optimizer/{name}/momentum_buffer" for name in sorted(HEAD)
-    ]
 
 
 def test_the_profile_of_a_frozen_part_has_no_gradients_and_no_backward_pass() -> None:

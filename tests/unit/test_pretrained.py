@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,20 +78,6 @@ def test_a_state_dict_in_the_old_format_is_converted_once(tmp_path: Path, cache:
     before = made.stat().st_mtime_ns
     expect(model(path), weights())
     assert made.stat().st_mtime_ns == before
-
-
-def test_a_file_with_code_is_refused_and_the_code_is_not_run(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    torch.save({"0.weight": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(ModelError, match="contains more than tensors, and no code is run from such a file"):
-        model(tmp_path / "evil.pt")
-    torch.save({"0.weight": Evil()}, tmp_path / "evil.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(ModelError, match="contains more than tensors"):
-        model(tmp_path / "evil.pt")
-    assert not (tmp_path / "ran").exists()
 
 
 def test_damaged_files_are_told(tmp_path: Path) -> None:
