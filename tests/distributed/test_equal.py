@@ -19,6 +19,7 @@ from horizonml.state.spec import Sgd
 from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
+from tests.distributed.truth import expect_same
 
 
 def normed() -> Model:
@@ -66,4 +67,4 @@ def test_a_member_that_begins_otherwise_is_named_and_takes_over_the_first_member
     results = pool.run(3, unequal)
     for found, state in results:
         assert found == [(2, "model/1.running_mean")]
-        assert all(torch.equal(state[name], results[0][1][name]) for name in state)
+        expect_same(state, results[0][1])

@@ -33,7 +33,7 @@ from tests.distributed import test_following as following
 from tests.distributed import test_lossless as lossless
 from tests.distributed.plans import ONE, TWO
 from tests.distributed.pool import Pool
-from tests.distributed.truth import SHAPE, Case, Images, alone, expect_truth
+from tests.distributed.truth import SHAPE, Case, Images, alone, expect_same, expect_truth
 from tests.programs import need_package
 
 BODY, MIDDLE, END = ("[0-8].*",), ("2.*", "4.*"), ("[4-9].*",)
@@ -182,8 +182,7 @@ def test_a_newcomer_reads_what_is_frozen_and_receives_the_rest(pool: Pool, file:
     assert needs(case.state(), case.plan, frozenset({2}), 2) == (2 * trained, trained)
     results = pool.run(3, following.joins, case, 3, False)
     for _, state, _ in results:
-        assert state.keys() == results[0][1].keys()
-        assert [key for key, value in state.items() if not torch.equal(value, results[0][1][key])] == []
+        expect_same(state, results[0][1])
         assert all(torch.equal(state[f"model/{name}"], weights[name]) for name in model.frozen)
 
 

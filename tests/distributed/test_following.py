@@ -21,7 +21,7 @@ from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for
 from tests.distributed.sessions import agreed_state, built, state_of
-from tests.distributed.truth import FULL, LR, RandomBatch
+from tests.distributed.truth import FULL, LR, RandomBatch, expect_same
 
 ONE, ROOM = (1.0,), 1e9
 BEFORE, AFTER = 2, 2  # steps without the newcomer, and steps once it has caught up
@@ -81,6 +81,19 @@ def begin(case: Case, rank: int, store: Store) -> TrainState:
     return state
 
 
+def follow(
+    case: Case, rank: int, world_size: int, store: Store, room: float = ROOM
+) -> tuple[TrainState, Group, Session, Following]:
+    """Begin to follow the others, or to be followed."""
+    state = begin(case, rank, store)
+    group = Group(PrefixStore("all", store), rank, world_size, 30.0)
+    state.step, state.valid = BEFORE, rank != case.newcomer
+    session = Session(case.plan, state, group, Classification(), FULL)
+    following = Following(state, case.plan, group, frozenset({case.newcomer}), room)
+    session.follow(following)
+    return state, group, session, following
+
+
 def step(session: Session, learning_rate: float = LR) -> bool:
     """One step as the training loop makes it; return whether any rank is behind."""
     if session.following is not None:
@@ -100,13 +113,7 @@ def joins(rank: int, world_size: int, store: Store, case: Case, steps: int, wait
 
     If all `wait`, it catches up between two steps, and else at the beginning of another one.
     """
-    state = begin(case, rank, store)
-    group = Group(PrefixStore("all", store), rank, world_size, 30.0)
-    state.step = BEFORE
-    state.valid = rank != case.newcomer
-    session = Session(case.plan, state, group, Classification(), FULL)
-    following = Following(state, case.plan, group, frozenset({case.newcomer}), ROOM)
-    session.follow(following)
+    state, group, session, following = follow(case, rank, world_size, store)
     for _ in range(steps):
         assert step(session, 2 * LR)
         assert bool(state.layers()) == (rank != case.newcomer), "a state that is not complete is nobody's source"
@@ -158,9 +165,8 @@ def test_a_newcomer_that_has_followed_holds_what_the_others_hold_bit_for_bit(poo
     )
     for part in (0, 1):
         new, old = found[case.newcomer][part], found[other][part]
-        assert new.keys() == old.keys()
         assert any(key.startswith("optimizer/") for key in new)
-        assert [key for key in new if not torch.equal(new[key], old[key])] == []
+        expect_same(new, old)
     assert {followed for _, _, followed in found} == {4}
     expected = pool.run(3, undisturbed, case, [2 * LR] * 3 + [LR])
     tolerance = 1e-3 if case.plan.stages[0].sync is Sync.FP16 else 1e-5
@@ -174,24 +180,17 @@ def test_all_can_wait_for_a_newcomer_between_two_steps(pool: Pool) -> None:
     assert {followed for _, _, followed in found} == {3}
     for part in (0, 1):
         new, old = found[2][part], found[0][part]
-        assert new.keys() == old.keys()
-        assert [key for key in new if not torch.equal(new[key], old[key])] == []
+        expect_same(new, old)
 
 
 def loses_a_sender(rank: int, world_size: int, store: Store) -> State | None:
     """Rank 0 is lost before it has sent its part of the state; rank 2 follows anew, and rank 1 sends everything."""
-    case = DDP
-    state = begin(case, rank, store)
-    group = Group(PrefixStore("all", store), rank, world_size, 30.0)
-    state.step, state.valid = BEFORE, rank != 2
-    session = Session(case.plan, state, group, Classification(), FULL)
-    session.follow(Following(state, case.plan, group, frozenset({2}), ROOM))
-    assert session.following is not None
+    state, group, session, following = follow(DDP, rank, world_size, store)
     if rank:
-        session.following.start()
+        following.start()
     for _ in range(2):
         step(session)
-    assert not session.following.arrived or rank == 1
+    assert not following.arrived or rank == 1
     if rank == 0:
         session.close()
         group.close()
@@ -225,23 +224,16 @@ def loses_a_sender(rank: int, world_size: int, store: Store) -> State | None:
 
 def test_a_newcomer_whose_sender_is_lost_follows_anew(pool: Pool) -> None:
     _, old, new = pool.run(3, loses_a_sender)
-    assert new.keys() == old.keys()
-    assert [key for key in new if not torch.equal(new[key], old[key])] == []
+    expect_same(new, old)
 
 
 def runs_short(rank: int, world_size: int, store: Store) -> tuple[list[bool], bool]:
     """Say after which steps a newcomer had no room left for more gradients."""
-    case = DDP
-    state = begin(case, rank, store)
-    size = sum(parameter.nbytes for parameter in case.state().model.stage(0, 15).parameters())
-    group = Group(PrefixStore("all", store), rank, world_size, 30.0)
-    state.step, state.valid = BEFORE, rank != 2
-    session = Session(case.plan, state, group, Classification(), FULL)
-    session.follow(Following(state, case.plan, group, frozenset({2}), 3.5 * size))
-    assert session.following is not None
+    size = sum(parameter.nbytes for parameter in DDP.state().model.stage(0, 15).parameters())
+    state, group, session, following = follow(DDP, rank, world_size, store, 3.5 * size)
     hurries = [session.step(RandomBatch(state.step), LR).totals.hurry for _ in range(3)]
-    session.following.start()
-    session.following.finish()
+    following.start()
+    following.finish()
     found = hurries, session.step(RandomBatch(state.step), LR).totals.behind
     session.close()
     group.close()
@@ -281,16 +273,11 @@ def test_only_newcomers_follow_and_only_where_another_member_holds_their_stages(
 
 def is_handed_over(rank: int, world_size: int, store: Store) -> State:
     """The ranks that hold the state leave while the newcomer follows; return what each of them holds then."""
-    case = DDP
-    state = begin(case, rank, store)
-    group = Group(PrefixStore("all", store), rank, world_size, 30.0)
-    state.step, state.valid = BEFORE, rank != 2
-    session = Session(case.plan, state, group, Classification(), FULL)
-    session.follow(Following(state, case.plan, group, frozenset({2}), ROOM))
+    state, group, session, _ = follow(DDP, rank, world_size, store)
     for _ in range(2):
         step(session)
     session.close()
-    hand_over(state, case.plan, group, leaves=rank != 2)
+    hand_over(state, DDP.plan, group, leaves=rank != 2)
     group.close()
     if rank == 2:
         found = agreed_state(state, True, Group(None, 0, 1, 30.0))
@@ -301,5 +288,4 @@ def is_handed_over(rank: int, world_size: int, store: Store) -> State:
 
 def test_ranks_that_leave_hand_their_state_over_to_one_that_follows(pool: Pool) -> None:
     old, _, new = pool.run(3, is_handed_over)
-    assert new.keys() == old.keys()
-    assert [key for key in new if not torch.equal(new[key], old[key])] == []
+    expect_same(new, old)

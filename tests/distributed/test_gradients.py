@@ -21,6 +21,7 @@ from tests.distributed.truth import (
     Images,
     Judged,
     RandomBatch,
+    expect_same,
     expect_truth,
     reference,
     train,
@@ -50,6 +51,7 @@ CASES = [
     # Several tensors cross each cut.
     Case("pipeline 3, gpipe, two branches", (ONE, ONE, ONE), 5, "gpipe", "TwoBranches"),
     Case("pipeline 3, zb-h1, two branches", (ONE, ONE, ONE), 5, "zb-h1", "TwoBranches"),
+    Case("pipeline 3, zb-h1, a module that is used twice", (ONE, ONE, ONE), 5, "zb-h1", "Returning"),
     Case("pipeline 3, interleaved, U-Net", (ONE, ONE, ONE), 5, "interleaved", "UNet"),
     # The first stage has no parameters.
     Case("two stages a rank in buckets, shares", ((20.0, 1.0), (1.0, 20.0)), 6, "interleaved", "wide"),
@@ -60,6 +62,7 @@ CASES = [
     Case("tensor of normed, 5", (FIVE,), model="normed", sync=Sync.CHANNELS),
     Case("tensor of depthwise, 2", (TWO,), model="depthwise", sync=Sync.CHANNELS),
     Case("tensor of wide, 2", (TWO,), model="wide", sync=Sync.CHANNELS),
+    Case("clipped: single, tied", (ONE,), model=TIED, optimizer=CLIP),
     Case("clipped: ddp 3", (THREE,), 2, optimizer=CLIP),
     Case("clipped: hybrid 2x2, tied", ((3.0, 1.0), (1.0, 2.0)), 3, "zb-h1", TIED, CLIP),
     Case("clipped: a member without samples", ((50.0, 1.0), ONE), 2, optimizer=CLIP),
@@ -127,8 +130,7 @@ DROPOUT = Case("dropout", (TWO, ONE), 2, model="dropping")
 def test_runs_repeat_bit_for_bit(pool: Pool, case: Case) -> None:
     first, again = (pool.run(case.world_size, trained, case, Images(case.model)) for _ in range(2))
     for one, other in zip(first, again, strict=True):
-        assert one.state.keys() == other.state.keys()
-        assert all(torch.equal(one.state[key], other.state[key]) for key in one.state)
+        expect_same(one.state, other.state)
         assert [r.totals for r in one.reports] == [r.totals for r in other.reports]
 
 

@@ -35,6 +35,7 @@ from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import Batch
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import agreed_state, copies_in, state_of
+from tests.distributed.truth import expect_same
 
 ONE, LAYERS, LR = (1.0,), 15, 0.1
 CLIP_NORM = 0.5  # less than the norm of most steps
@@ -194,8 +195,7 @@ def expect_rebuilt(pool: Pool, name: str, lost: int, *arguments: Any) -> dict[st
     results = pool.run(PLANS[name].world_size, lose, name, lost, *arguments)
     (rebuilt,) = [found for rank, found in enumerate(results) if rank != lost and found]
     assert not isinstance(rebuilt, str), rebuilt
-    assert rebuilt.keys() == results[lost].keys()
-    assert [key for key in rebuilt if not torch.equal(rebuilt[key], results[lost][key])] == []
+    expect_same(rebuilt, results[lost])
     return rebuilt
 
 
@@ -332,5 +332,4 @@ def test_who_misses_the_agreement_learns_of_it(
     results = pool.run(3, miss, plan, method, missing, clip_norm)
     assert results[missing][1] == prepared
     for (state, _), (expected, _) in zip(results, straight, strict=True):
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(state[key], expected[key]) for key in state)
+        expect_same(state, expected)

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
-from horizonml.errors import HorizonError, JobError, PeerLost
+from horizonml.errors import PeerLost
 from horizonml.job.schema import Sgd
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan, Stage
@@ -24,7 +24,6 @@ from tests.distributed.truth import FULL, LR, RandomBatch
 
 OPTIMIZER = Sgd(momentum=0.9)
 PLANS = {
-    "ddp": Plan((Stage(0, 15, (0, 1, 2), (1.0, 1.0, 1.0)),), micro_batches=3),
     "hybrid": Plan((Stage(0, 6, (0,), (1.0,)), Stage(6, 15, (1, 2), (1.0, 1.0))), micro_batches=3),
     "spare": Plan((Stage(0, 6, (2,), (1.0,)), Stage(6, 15, (0,), (1.0,))), micro_batches=3, spare=(1,)),
     "interleaved": Plan(
@@ -59,7 +58,7 @@ def model() -> Model:
 def dropped(rank: int, world_size: int, store: Store, plan: Plan, fail: bool) -> tuple[dict[str, Tensor], bool, int]:
     """Train two steps, fail in the third if asked to, go on with another group; the state, and what is left."""
     state, unchanged = TrainState(model(), OPTIMIZER), True
-    group = Group(PrefixStore("first", store), rank, world_size, 10.0)
+    group = Group(PrefixStore("first", store), rank, world_size, 60.0)
     session = Session(plan, state, group, Classification(), FULL)
     for step in range(2):
         session.step(RandomBatch(step), LR)
@@ -90,62 +89,17 @@ def _parameters(state: TrainState) -> list[torch.nn.Parameter]:
     return [tensor for tensor in state._held.values() if isinstance(tensor, torch.nn.Parameter)]
 
 
-@pytest.mark.parametrize("name", ["hybrid", "spare", "interleaved"])
+@pytest.mark.parametrize("name", PLANS)
 def test_a_step_that_fails_half_way_changes_nothing_and_the_next_group_goes_on(pool: Pool, name: str) -> None:
     plan = PLANS[name]
     straight = pool.run(3, dropped, plan, False)
+    started = time.monotonic()
     interrupted = pool.run(3, dropped, plan, True)
+    assert time.monotonic() - started < 30, "a group is closed although somebody still looks at the error"
     for (expected, _, _), (state, unchanged, left) in zip(straight, interrupted, strict=True):
         assert unchanged
         assert left == 0
         assert all(torch.equal(value, expected[key]) for key, value in state.items())
-
-
-def holding(rank: int, world_size: int, store: Store) -> float:
-    """Rank 0 fails, keeps the traceback, and closes its group; how long the others wait for it."""
-    group = Group(store, rank, world_size, 60.0)
-    session = Session(PLANS["ddp"], TrainState(model(), OPTIMIZER), group, Classification(), FULL)
-    errors, started = [], 0.0
-    try:
-        session.step(Failing(3) if rank == 0 else RandomBatch(3), LR)
-    except (OSError, PeerLost) as error:
-        errors.append(error)
-    started = time.monotonic()
-    group.close()
-    if rank:
-        assert isinstance(errors[0], PeerLost)
-    assert errors[0].__traceback__ is not None
-    return time.monotonic() - started
-
-
-def test_a_group_is_closed_although_somebody_still_looks_at_the_error(pool: Pool) -> None:
-    started = time.monotonic()
-    pool.run(3, holding)
-    assert time.monotonic() - started < 20  # far below the group's timeout
-
-
-def agreeing(rank: int, world_size: int, store: Store) -> tuple[list[int], str, int]:
-    group = Group(store, rank, world_size, 30.0)
-
-    def fails() -> None:
-        if rank == 1:
-            raise JobError("no room for another run")
-
-    try:
-        numbers = group.agree(lambda: 10 * rank)
-        message = ""
-        try:
-            group.agree(fails)
-        except HorizonError as error:
-            message = f"{type(error).__name__}: {error}"
-        return numbers, message, group.broadcast({"from": rank}, 2)["from"]
-    finally:
-        group.close()
-
-
-def test_all_ranks_agree_and_all_raise_what_one_has_found(pool: Pool) -> None:
-    for result in pool.run(3, agreeing):
-        assert result == ([0, 10, 20], "JobError: rank 1: no room for another run", 2)
 
 
 def trained(store: Store, rank: int, world_size: int, plan: Plan, steps: int) -> tuple[Session, dict[str, Tensor]]:

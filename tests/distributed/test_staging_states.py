@@ -32,7 +32,7 @@ from horizonml.telemetry.metrics import Metrics
 from tests.distributed import test_equal, test_following, test_local, test_lossless, test_saving
 from tests.distributed.pool import Pool
 from tests.distributed.staged import OnDevice, every_state_on_device, run_on
-from tests.distributed.truth import distance
+from tests.distributed.truth import distance, expect_same
 from tests.pretend import CUDA, PretendDevice, Pretended
 
 
@@ -45,9 +45,7 @@ def test_a_newcomer_follows(pool: Pool, where: frozenset[int]) -> None:
     case = next(case for case in test_following.CASES if "clipped" in case.name)
     found = pool.run(3, run_on, where, test_following.joins, case, 3, False)
     for part in (0, 1):
-        new, old = found[case.newcomer][part], found[2][part]
-        assert new.keys() == old.keys()
-        assert [key for key in new if not torch.equal(new[key], old[key])] == []
+        expect_same(found[case.newcomer][part], found[2][part])
 
 
 def test_checkpoints_are_saved_and_resumed(pool: Pool, tmp_path: Path) -> None:

@@ -334,3 +334,9 @@ def expect_truth(
     for number, batch in enumerate(subject.batches()):
         assert sum(end.reports[number].entered for end in ends) == batch.size
     return ends
+
+
+def expect_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Both hold the same tensors, bit for bit."""
+    assert one.keys() == other.keys()
+    assert [key for key in one if not torch.equal(one[key], other[key])] == []
