@@ -66,14 +66,6 @@ def is_free_text(info: FieldInfo) -> bool:
     return str in list(inside(info.annotation)) and not has_pattern
 
 
-def test_a_plain_job_names_no_code_and_no_place() -> None:
-    plain = job("model: {name: digits_cnn}\ndata: {name: digits}\n")
-
-    assert code_fields(plain) == []
-    assert places(plain) == []
-    assert set(taken_over(plain, allow_code=False)) == set()
-
-
 def test_every_field_that_names_code_is_reported_and_a_library_s_model_is_not() -> None:
     text = "model: {name: 'evil.model:build'}\ndata: {name: 'evil:data'}\ntask: 'evil:Task'\n"
     assert sorted(code_fields(job(text))) == [

@@ -10,7 +10,6 @@ ERRORS = [
     ("paralel: {}", [], "paralel: unknown key; did you mean 'parallel'?"),
     ("optimizer: {name: adan}", [], "optimizer.name: 'adan' is not one of sgd, adam, adamw; did you mean 'adam'?"),
     ("batch_size: -3", [], "batch_size: -3 must be greater than or equal to 1"),
-    ("epochs: 1.5", [], "epochs: 1.5 must be a valid integer"),
     ("epochs: '5'", [], "epochs: '5' must be a valid integer"),
     ("parallel: {stages: [{ranks: [0], share: [1]}]}", [], "parallel.stages.0.share: unknown key; did you mean"),
     ("parallel: {stages: [{ranks: [0, 1], shares: [1]}]}", [], "shares: 1 share for 2 ranks"),

@@ -16,7 +16,6 @@ from torch.distributed import HashStore
 from horizonml.comm.connect import Connections
 from horizonml.errors import TooManyFiles, is_out_of_memory
 from horizonml.files import scratch_folder
-from horizonml.telemetry.lifeline import Lifeline
 
 # A thread gets a stack, but nothing else: Python's own `start` would wait for it for ever.
 STARTS = """
@@ -125,17 +124,6 @@ def test_a_rank_that_may_open_no_more_connections_blames_nobody_else(monkeypatch
     monkeypatch.setattr(connections, "_make", make)
     with pytest.raises(TooManyFiles, match=r"rank 0 cannot connect to the others; raise the limit .*\(ulimit -n"):
         connections.connect("world", (0, 1))
-
-
-def test_a_lifeline_without_its_thread_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(thread: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    lifeline = Lifeline(tmp_path, 0)
-    monkeypatch.setattr("threading.Thread.start", start)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        lifeline.begin(1)
-    lifeline.end()  # as the rank does, whose error must stay the first one
 
 
 def test_the_next_start_deletes_the_folder_that_a_killed_process_left(

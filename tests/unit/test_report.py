@@ -164,9 +164,7 @@ def test_the_report_of_batch_sizes_names_the_best_and_where_memory_ends(tmp_path
     assert batch_size.memory_end({64: 5.0, 128: 5.0}, 10.0) is None
 
 
-def test_runs_of_any_kind_and_studies_share_a_page(tmp_path: Path) -> None:
-    cases = [{"factors": {"strategy": "ddp", "repeat": 0}, "run": {"strategy": "ddp"}}]
-    write_study(tmp_path / "compare", "compare", {"workers": 2, "repeats": 1, "job": JOB}, cases)
+def test_runs_of_any_kind_share_a_page(tmp_path: Path) -> None:
     write_run(tmp_path / "mine", "pipeline")
     write_run(tmp_path / "other", "ddp")
     (tmp_path / "broken").mkdir()

@@ -34,12 +34,6 @@ def follow(text: str, values: list[float], task: Task | None = None) -> tuple[di
     return best, ends
 
 
-def test_training_ends_when_evaluations_have_not_been_better_for_a_while() -> None:
-    best, ends = follow("early_stop: {patience: 2}", [1.0, 0.5, 0.6, 0.4, 0.4, 0.41])
-    assert ends == [False] * 5 + [True]
-    assert best == {STOPPING: Best(metric="held_out_loss", value=0.4, step=40, waited=2)}
-
-
 def test_a_small_gain_does_not_count_where_a_larger_one_is_asked_for() -> None:
     best, ends = follow("early_stop: {patience: 2, min_delta: 0.2}", [1.0, 0.9, 0.85])
     assert (best[STOPPING].step, ends) == (10, [False, False, True])
@@ -55,13 +49,6 @@ def test_the_best_checkpoint_is_followed_beside_it() -> None:
 def test_a_first_value_that_is_no_number_does_not_stay_the_best() -> None:
     best, _ = follow("early_stop: {patience: 3, metric: held_out_accuracy}", [float("nan"), 0.2, 0.1])
     assert (best[STOPPING].step, best[STOPPING].waited) == (20, 1)
-
-
-def test_another_metric_begins_anew() -> None:
-    evaluations = Evaluations(parse("early_stop: {patience: 3}", "job"), Classification())
-    before = {STOPPING: Best(metric="held_out_accuracy", value=0.1, step=5, waited=2)}
-    found = evaluations.note(before, {"held_out_loss": 3.0}, 9)
-    assert found == {STOPPING: Best(metric="held_out_loss", value=3.0, step=9)}
 
 
 @pytest.mark.parametrize(
@@ -104,13 +91,6 @@ def test_of_the_metrics_of_every_task_it_is_known_which_value_is_best() -> None:
 def test_the_best_checkpoint_must_be_saved() -> None:
     with pytest.raises(JobError, match="keep_best: no checkpoint is saved with enabled: false"):
         parse("checkpoint: {enabled: false, keep_best: held_out_loss}", "job")
-
-
-def test_steps_come_before_epochs() -> None:
-    job = parse("{epochs: 3, steps: 10}", "job")
-    assert (job.total_steps(7), job.total_epochs(7)) == (10, 2)
-    job = parse("epochs: 3", "job")
-    assert (job.total_steps(7), job.total_epochs(7)) == (21, 3)
 
 
 def test_the_learning_rate_follows_the_steps_of_the_whole_run() -> None:
