@@ -91,7 +91,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         ("a", {"temperature": float("nan")}, r"temperature: nan is no temperature"),
     ):
         with pytest.raises(HorizonError, match=problem):
-            horizonml.generate(path, prompt, **options)  # type: ignore[arg-type]
+            horizonml.generate(path, prompt, **options)
 
 
 def test_other_models_write_nothing(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_values_that_cannot_be_are_named() -> None:
         ({"every": 8, "momentum": 1.0}, r"momentum: 1\.0 must be at least 0 and below 1"),
     ):
         with pytest.raises(PlanError, match=f"the plan's local steps: {problem}"):
-            Local(**fields).check()  # type: ignore[arg-type]
+            Local(**fields).check()
 
 
 def test_the_outer_optimizer_is_the_plain_mean_unless_a_job_says_otherwise() -> None:
