@@ -91,14 +91,6 @@ class Lab:
         done = self.run(device, *words.split())
         assert done.returncode == 0, f"`{words}` failed on {self.names[device]}: {done.stderr}"
 
-    def unplug(self, device: int) -> None:
-        """Pull a device's cable: what it sends and what is sent to it is lost, and no connection is closed."""
-        self.networks.cut(device)
-
-    def plug_in(self, device: int) -> None:
-        """Connect a device again."""
-        self.networks.mend(device)
-
     def slow_down(self, device: int, bits_per_second: float) -> None:
         """Let a device send and receive only so many bits per second."""
         self.networks.slow_down(device, bits_per_second)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from horizonml.rendezvous.members import Formed, Refused
-from horizonml.rendezvous.messages import (
-    Departure,
-    Ended,
-    Farewell,
-    Fingerprint,
-    Lost,
-)
+from horizonml.rendezvous.messages import Departure, Ended, Farewell, Fingerprint, Lost
 from horizonml.rendezvous.roster import Roster
 
 
@@ -78,3 +73,13 @@ def long_after(roster: Roster, *joins: int, start: int) -> list[Formed | Refused
         beat(roster, *joins, count=second, at=second)
         verdicts += roster.decide(second)
     return verdicts
+
+
+class Silent:
+    """Is told what a rank waits for."""
+
+    def say_waiting(self, text: str) -> None:
+        pass
+
+    def waiting(self, ranks: Sequence[int]) -> None:
+        pass

@@ -14,11 +14,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from horizonml.comm.group import MOST_JSON, Group
 from horizonml.errors import PeerLost
-from horizonml.rendezvous.client import Endpoint
-from horizonml.rendezvous.identity import Identity
-from horizonml.rendezvous.meeting import meet
 from tests.distributed.pool import Pool
-from tests.distributed.test_rendezvous import Listener, serve_ranks, settings
+from tests.distributed.test_rendezvous import meeting, serve_ranks
 
 
 def announces(rank: int, world_size: int, store: Store) -> list[str]:
@@ -83,7 +80,7 @@ def with_a_mute_service(rank: int, world_size: int, store: Store) -> list[tuple[
         serve_ranks(store)
         return []
     port, pid, found = int(store.get("port")), int(store.get("pid")), list[tuple[str, float]]()
-    membership = meet(Identity(rank, 2, "test"), settings(20.0), Endpoint("127.0.0.1", port), Listener())
+    membership = meeting(rank, 2, port)
     group = Group(membership.store, rank, 2, 1.0)
     store.set(f"there/{rank}", "")
     store.wait(["there/0", "there/1"], timedelta(seconds=60))

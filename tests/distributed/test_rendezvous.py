@@ -27,31 +27,40 @@ from horizonml.rendezvous import roster
 from horizonml.rendezvous.client import Client, Endpoint, Unwanted
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
-from horizonml.rendezvous.messages import (
-    Departure,
-    Ended,
-    Fingerprint,
-    Join,
-)
+from horizonml.rendezvous.membership import Membership
+from horizonml.rendezvous.messages import Departure, Ended, Fingerprint, Join
 from horizonml.rendezvous.service import Service
 from horizonml.rendezvous.wire import Fields, fields_of
 from horizonml.security.tls import server_context
 from horizonml.security.token import make_token
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for
+from tests.rosters import Silent
 
 PATIENCE = 1.5  # seconds; as usual, this is longer than any beat takes
+
+
+class Running:
+    """A service in a thread, which can be ended."""
+
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
+        service = Service(listen("127.0.0.1", port), tls)
+        self.port, self._stop = service.port, threading.Event()
+        self._thread = threading.Thread(target=service.run, args=(self._stop.is_set,))
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop, and let go of the port."""
+        self._stop.set()
+        self._thread.join()
 
 
 @pytest.fixture
 def service() -> Iterator[int]:
     """The port of a service that runs in this process."""
-    serving, stop = Service(listen("127.0.0.1", 0)), threading.Event()
-    thread = threading.Thread(target=serving.run, args=(stop.is_set,))
-    thread.start()
-    yield serving.port
-    stop.set()
-    thread.join()
+    running = Running(0)
+    yield running.port
+    running.end()
 
 
 @pytest.fixture
@@ -61,45 +70,25 @@ def impatient(service: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return service
 
 
-class Listener:
-    """Keeps what a rank is told to wait for."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.missing: list[int] = []
-
-    def say_waiting(self, text: str) -> None:
-        self.said.append(text)
-
-    def waiting(self, ranks: list[int]) -> None:
-        self.missing = ranks
-
-
-def settings(timeout: float, digest: str = "d1") -> RendezvousSettings:
-    return RendezvousSettings("digits", digest, timeout)
+def meeting(
+    rank: int, world_size: int, port: int, timeout: float = 20.0, before: Membership | None = None, digest: str = "d1"
+) -> Membership:
+    """Meet the others at a service of this machine."""
+    settings = RendezvousSettings("digits", digest, timeout)
+    return meet(Identity(rank, world_size, "test"), settings, Endpoint("127.0.0.1", port), Silent(), before)
 
 
 def join(
-    rank: int,
-    world_size: int,
-    store: Store,
-    port: int,
-    me: int | None = None,
-    size: int | None = None,
-    digest: str = "d1",
-    timeout: float = 20.0,
-    delay: float = 0.0,
+    rank: int, world_size: int, store: Store, port: int, digest: str = "d1", timeout: float = 20.0
 ) -> dict[str, Any]:
     """Meet the others and exchange something over gloo; or the error, and the seconds it took."""
-    time.sleep(delay)
-    identity = Identity(rank if me is None else me, world_size if size is None else size, "test")
-    started, listener = time.monotonic(), Listener()
+    started = time.monotonic()
     try:
-        membership = meet(identity, settings(timeout, digest), Endpoint("127.0.0.1", port), listener)
+        membership = meeting(rank, world_size, port, timeout, digest=digest)
     except RendezvousError as error:
-        return {"error": str(error), "seconds": time.monotonic() - started, "said": listener.said}
+        return {"error": str(error), "seconds": time.monotonic() - started}
     group = Group(membership.store, membership.rank, membership.world_size, 20.0)
-    ranks = group.gather_json(identity.rank)
+    ranks = group.gather_json(rank)
     group.close()
     membership.leave("done")
     return {"ranks": ranks, "generation": membership.generation, "interface": os.environ["GLOO_SOCKET_IFNAME"]}
@@ -112,7 +101,7 @@ def test_ranks_meet_and_meet_again_in_the_next_generation(pool: Pool, service: i
 
 
 def test_what_does_not_belong_together_is_refused_on_every_rank(pool: Pool, service: int) -> None:
-    calls = [(join, (rank, 3), (service, None, None, digest)) for rank, digest in enumerate(("d1", "d2", "d1"))]
+    calls = [(join, (rank, 3), (service, digest)) for rank, digest in enumerate(("d1", "d2", "d1"))]
     for ok, result in pool.run_each(calls):
         assert ok, result
         assert result["seconds"] < 5
@@ -120,7 +109,7 @@ def test_what_does_not_belong_together_is_refused_on_every_rank(pool: Pool, serv
 
 
 def test_missing_ranks_are_named_at_the_deadline(pool: Pool, service: int) -> None:
-    calls = [(join, (rank, 4), (service, None, None, "d1", 1.0)) for rank in (0, 2)]
+    calls = [(join, (rank, 4), (service, "d1", 1.0)) for rank in (0, 2)]
     results = [result for _, result in pool.run_each(calls)]
     for result in results:
         assert "gave up after 1 s" in result["error"]
@@ -132,8 +121,9 @@ def test_missing_ranks_are_named_at_the_deadline(pool: Pool, service: int) -> No
 def test_a_service_that_cannot_be_reached_is_a_clear_error_at_the_deadline() -> None:
     def fails(host: str, port: int, timeout: float) -> str:
         began = time.monotonic()
+        settings = RendezvousSettings("digits", "d1", timeout)
         with pytest.raises(RendezvousError) as caught:
-            meet(Identity(0, 2, "test"), settings(timeout), Endpoint(host, port), Listener())
+            meet(Identity(0, 2, "test"), settings, Endpoint(host, port), Silent())
         assert time.monotonic() - began < timeout + 2
         return str(caught.value)
 
@@ -173,24 +163,9 @@ def test_a_rank_waits_for_a_service_that_comes_late_and_for_one_that_is_started_
     second.end()
 
 
-class Running:
-    """A service in a thread, which can be ended."""
-
-    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
-        service = Service(listen("127.0.0.1", port), tls)
-        self.port, self._stop = service.port, threading.Event()
-        self._thread = threading.Thread(target=service.run, args=(self._stop.is_set,))
-        self._thread.start()
-
-    def end(self) -> None:
-        """Stop, and let go of the port."""
-        self._stop.set()
-        self._thread.join()
-
-
 def lose_a_peer(rank: int, world_size: int, store: Store, port: int) -> str:
     """Rank 1 stops without a word; the others must learn its name."""
-    membership = meet(Identity(rank, world_size, "test"), settings(20.0), Endpoint("127.0.0.1", port), Listener())
+    membership = meeting(rank, world_size, port)
     group = Group(membership.store, rank, world_size, 5.0)
     try:
         group.gather_json(None)  # all are connected
@@ -216,7 +191,7 @@ def test_a_lost_peer_is_named(pool: Pool, service: int) -> None:
 
 def stop_a_peer(rank: int, world_size: int, store: Store, port: int) -> dict[str, Any]:
     """Rank 1's process is stopped, and goes on once the others have been told."""
-    membership = meet(Identity(rank, world_size, "test"), settings(20.0), Endpoint("127.0.0.1", port), Listener())
+    membership = meeting(rank, world_size, port)
     told = threading.Event()
     endings: list[Ended] = []
     membership.on_end(lambda ended: (endings.append(ended), told.set()))
@@ -230,11 +205,10 @@ def stop_a_peer(rank: int, world_size: int, store: Store, port: int) -> dict[str
         assert told.wait(60)
     named = membership.name_lost(PeerLost("a wait was broken off"))
     membership.leave("lost a peer", Departure.LOST_PEER)
-    identity, address = Identity(rank, world_size, "test"), Endpoint("127.0.0.1", port)
     if rank == 1:
-        again = meet(identity, settings(60.0), address, Listener(), membership)
+        again = meeting(rank, world_size, port, 60.0, membership)
     else:
-        pair = meet(identity, settings(60.0), address, Listener(), membership)
+        pair = meeting(rank, world_size, port, 60.0, membership)
         assert [member.rank for member in pair.members] == [0, 2]
         if rank == 0:
             os.kill(int(store.get("pid")), signal.SIGCONT)
@@ -242,7 +216,7 @@ def stop_a_peer(rank: int, world_size: int, store: Store, port: int) -> dict[str
         store.set(f"seen{rank}", "")
         store.wait(["seen0"], timedelta(seconds=60))
         pair.leave("meets again", Departure.AGAIN)
-        again = meet(identity, settings(60.0), address, Listener(), pair)
+        again = meeting(rank, world_size, port, 60.0, pair)
     again.leave("done", Departure.DONE)
     return {"ended": endings, "named": str(named), "last": (again.generation, again.world_size)}
 
@@ -272,7 +246,7 @@ def outlive_the_service(rank: int, world_size: int, store: Store) -> dict[str, A
             roster.LOST_SECONDS = usual
         return {"ended": None}
     port, pid = int(store.get("port")), int(store.get("pid"))
-    membership = meet(Identity(rank, 2, "test"), settings(20.0), Endpoint("127.0.0.1", port), Listener())
+    membership = meeting(rank, 2, port)
     named = None
     store.set(f"met {rank}", "")
     store.wait(["met 0", "met 1"], timedelta(seconds=60))
@@ -309,7 +283,7 @@ def test_a_service_that_was_stopped_takes_nobody_for_lost(pool: Pool) -> None:
 
 def be_busy(rank: int, world_size: int, store: Store, port: int) -> tuple[Ended | None, int]:
     """Rank 0 collects garbage among many objects for longer than silence."""
-    membership = meet(Identity(rank, world_size, "test"), settings(20.0), Endpoint("127.0.0.1", port), Listener())
+    membership = meeting(rank, world_size, port)
     collections = 0
     if rank == 0:
         objects: list[object] = [[] for _ in range(1_000_000)]
@@ -347,9 +321,9 @@ def test_a_rank_that_is_stopped_while_its_group_forms_is_a_member_or_told_to_all
             wait_for(lambda: "verdict" in beat(other), "the verdict")
         return True
 
-    identity = Identity(0, 2, "test")
+    identity, settings = Identity(0, 2, "test"), RendezvousSettings("digits", "d1", 30.0)
     try:
-        membership = meet(identity, settings(30.0), Endpoint("127.0.0.1", service.port), Listener(), None, stopped)
+        membership = meet(identity, settings, Endpoint("127.0.0.1", service.port), Silent(), None, stopped)
     except Cancelled:
         assert not formed
     else:

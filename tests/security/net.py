@@ -18,7 +18,7 @@ import psutil
 
 from horizonml.machine.network import listen, use_interface
 from horizonml.rendezvous import membership
-from horizonml.rendezvous.client import Client, Endpoint
+from horizonml.rendezvous.client import Endpoint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
@@ -27,6 +27,7 @@ from horizonml.rendezvous.wire import encode, hello
 from horizonml.security.tls import client_context
 from horizonml.security.token import INSECURE, TOKEN, Token
 from tests.distributed.processes import begin, environment, wait_for
+from tests.rosters import Silent
 
 LOCAL = "127.0.0.1"
 SETTINGS = RendezvousSettings("digits", "d1", 20.0)
@@ -54,9 +55,6 @@ class Target:
     def endpoint(self) -> Endpoint:
         tls = client_context(self.token) if self.token is not None else None
         return Endpoint(LOCAL, self.port, tls)
-
-    def client(self) -> Client:
-        return self.endpoint.connect()
 
     def raw(self, greet: bool = True) -> Raw:
         """A connection that says whatever a test likes, also one that has the token."""
@@ -173,16 +171,6 @@ class Ranks:
         for member in self.members:
             member._heartbeat.join(20)
         self._often.stop()
-
-
-class Silent:
-    """Is told what a rank waits for."""
-
-    def say_waiting(self, text: str) -> None:
-        pass
-
-    def waiting(self, ranks: list[int]) -> None:
-        pass
 
 
 @contextmanager

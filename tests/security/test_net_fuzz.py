@@ -12,13 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from horizonml.rendezvous.messages import (
-    BeatAnswer,
-    Ended,
-    GroupStatus,
-    JoinVerdict,
-    Peers,
-)
+from horizonml.rendezvous.messages import BeatAnswer, Ended, GroupStatus, JoinVerdict, Peers
 from horizonml.rendezvous.wire import PROTOCOL, encode, parse, read
 from tests.rosters import rank
 from tests.security.net import Raw, Target, connect, undisturbed

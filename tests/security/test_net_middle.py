@@ -19,7 +19,8 @@ from horizonml.rendezvous.meeting import RendezvousSettings, meet
 from horizonml.rendezvous.wire import PROTOCOL
 from horizonml.security.tls import client_context, server_context
 from horizonml.security.token import make_token
-from tests.security.net import LOCAL, Silent, Target, undisturbed
+from tests.rosters import Silent
+from tests.security.net import LOCAL, Target, undisturbed
 
 TOKEN = make_token()
 Answer = Callable[[socket.socket], None]

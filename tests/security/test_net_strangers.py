@@ -22,16 +22,7 @@ from horizonml.rendezvous.wire import encode, hello
 from horizonml.security.tls import _pair, client_context
 from horizonml.security.token import make_token
 from tests.distributed.processes import wait_for
-from tests.security.net import (
-    LOCAL,
-    Raw,
-    Target,
-    careless,
-    client_hello,
-    connect,
-    many_files,
-    undisturbed,
-)
+from tests.security.net import LOCAL, Raw, Target, careless, client_hello, connect, many_files, undisturbed
 
 TOKEN = make_token()
 ALERT = b"\x15\x03\x03\x00\x02\x01\x00"

@@ -56,55 +56,22 @@ USED: set[str] = set()
 WATCHED = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.startfile", "pty.spawn")
 
 
-def payloads(folder: Path, stated: str, canary: int) -> Iterator[str]:
-    """Yield texts of every kind that a library or a shell might understand."""
-    private = folder / "private"
-    yield from (f"{private}/{name}" for name in ("words.txt", "table.csv", "w-01234567.pth", "set", "tokens.json"))
-    yield from (
-        "link/words.txt",
-        "offered/../private/words.txt",
-        "offered/link.txt",
-        "../private/words.txt",
-        "~",
-        "/etc/passwd",
-    )
-    for host in (
-        "127.0.0.1",
-        "localhost",
-        "2130706433",
-        "127.1",
-        "0x7f000001",
-        "[::1]",
-        "[::ffff:127.0.0.1]",
-        "0.0.0.0",
-    ):
-        yield f"http://{host}:{canary}/w-01234567.pth"
-    yield from (
-        f"http://{stated}/redirect-01234567.pth",
-        f"http://{stated}/redirected",
-        f"http://{stated}/scheme-01234567.pth",
-    )
-    yield from (
-        "http://169.254.169.254/latest-01234567.pth",
-        f"http://user@127.0.0.1:{canary}/",
-        f"ftp://127.0.0.1:{canary}/x",
-    )
-    yield from (f"file://{private}/words.txt", f"sqlite:///{private}/x.db", f"local-dir:{private}", "databricks")
-    yield from (f"reference://d::http://127.0.0.1:{canary}/", f"simplecache::file://{private}/w-01234567.pth")
-    yield from (
-        f"https://{stated}/x::file://{private}/words.txt",
-        f"zip://x::{private}/words.txt",
-        "memory://x",
-        "hub:../x",
-    )
-    yield from (
-        "{{cycler.__init__.__globals__.os.system('touch hacked')}}",
-        "$(touch hacked)",
-        "`touch hacked`",
-        "${HOME}",
-    )
-    yield from ("planted:build", "planted.build", "os:system", "subprocess:getoutput", "timm:hf-hub:a/b", "hf-hub:a/b")
-    yield from ("..", "../../x", "a\x00b", "a\nb", "a\x1b[2J", "\u202ex", "x" * 5000, "-c", "%s%n", "")
+def payloads(folder: Path, stated: str, canary: int) -> tuple[str, ...]:
+    """Return texts of every kind that a library or a shell might understand."""
+    private, here = folder / "private", f"127.0.0.1:{canary}"
+    return (
+        *(f"{private}/{name}" for name in ("words.txt", "table.csv", "w-01234567.pth", "set", "tokens.json")),
+        "link/words.txt", "offered/../private/words.txt", "offered/link.txt", "../private/words.txt", "/etc/passwd",
+        *(f"http://{host}:{canary}/w-01234567.pth" for host in ("127.0.0.1", "localhost", "2130706433", "[::1]")),
+        f"http://{stated}/redirect-01234567.pth", f"http://{stated}/redirected", f"http://{stated}/scheme-01234567.pth",
+        "http://169.254.169.254/latest-01234567.pth", f"http://user@{here}/", f"ftp://{here}/x",
+        f"file://{private}/words.txt", f"sqlite:///{private}/x.db", f"local-dir:{private}", "databricks",
+        f"reference://d::http://{here}/", f"simplecache::file://{private}/w-01234567.pth",
+        f"https://{stated}/x::file://{private}/words.txt", f"zip://x::{private}/words.txt", "memory://x", "hub:../x",
+        "{{cycler.__init__.__globals__.os.system('touch hacked')}}", "$(touch hacked)", "`touch hacked`", "${HOME}",
+        "planted:build", "planted.build", "os:system", "subprocess:getoutput", "timm:hf-hub:a/b", "hf-hub:a/b",
+        "~", "..", "../../x", "a\x00b", "a\nb", "a\x1b[2J", "\u202ex", "x" * 5000, "-c", "%s%n", "",
+    )  # fmt: skip
 
 
 def jobs(field: str, text: str) -> Iterator[dict[str, Any]]:
@@ -175,27 +142,9 @@ def main() -> None:
     touched: list[str] = []
     current = ""
     own = [str(path) for path in (folder / "runs", folder / "tmp", cache_folder(), folder / "home" / ".cache")]
-    program = [
-        sys.prefix,
-        sys.base_prefix,
-        os.path.dirname(os.__file__),
-        *(path for path in sys.path if path),
-        "/proc",
-        "/sys",
-        "/dev",
-    ]
-    program += [
-        "/etc/ssl",
-        "/etc/hosts",
-        "/etc/resolv.conf",
-        "/etc/nsswitch.conf",
-        "/etc/host.conf",
-        "/etc/gai.conf",
-        "/usr/lib",
-        "/usr/share",
-    ]
-
-    program = [os.path.realpath(place) for place in program]
+    system = "/proc /sys /dev /etc/ssl /etc/hosts /etc/resolv.conf /etc/nsswitch.conf /etc/host.conf /etc/gai.conf"
+    places = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *filter(None, sys.path), *system.split()]
+    program = [os.path.realpath(place) for place in (*places, "/usr/lib", "/usr/share")]
 
     def within(path: str, places: list[str]) -> bool:
         return any(path == place or path.startswith(place.rstrip("/") + "/") for place in places)
@@ -234,17 +183,8 @@ def main() -> None:
     before = list(touched)
     (folder / "private" / "words.txt").read_text()
     assert set(texts) <= set(TAKEN)
-    print(
-        json.dumps(
-            {
-                "touched": sorted(set(before)),
-                "noticed": touched[len(before) :],
-                "taken": taken,
-                "slow": slow,
-                "fields": len(texts),
-            }
-        )
-    )
+    found = {"touched": sorted(set(before)), "noticed": touched[len(before) :], "taken": taken, "slow": slow}
+    print(json.dumps({**found, "fields": len(texts)}))
 
 
 if __name__ == "__main__":

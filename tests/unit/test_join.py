@@ -20,13 +20,7 @@ from horizonml.job.jobfile import from_values
 from horizonml.machine.network import listen, metrics_address
 from horizonml.machine.signals import StopRequest
 from horizonml.machine.yielding import Courtesy
-from horizonml.rendezvous.device_messages import (
-    DeviceBeat,
-    DeviceInfo,
-    DeviceState,
-    FilesRequest,
-    RunOutcome,
-)
+from horizonml.rendezvous.device_messages import DeviceBeat, DeviceInfo, DeviceState, FilesRequest, RunOutcome
 from horizonml.rendezvous.devices import Device, Devices
 from horizonml.rendezvous.discovery.finding import ServiceAddress, at
 from horizonml.rendezvous.messages import Nothing

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from horizonml.errors import HorizonError, PeerLost, RendezvousError
-from horizonml.rendezvous.messages import (
-    Fingerprint,
-)
+from horizonml.rendezvous.messages import Fingerprint
 from horizonml.runtime.worker import Linking
 from horizonml.security.spec import SecuritySpec
 from horizonml.security.token import make_token

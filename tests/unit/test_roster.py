@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from horizonml.rendezvous.members import Formed, Refused
-from horizonml.rendezvous.messages import (
-    Departure,
-    Ended,
-    Farewell,
-    Fingerprint,
-    Lost,
-)
+from horizonml.rendezvous.messages import Departure, Ended, Farewell, Fingerprint, Lost
 from horizonml.rendezvous.roster import Roster
 from tests.rosters import LOST_PEER, alive, beat, come_back, formed, gather, rank, roster_over, survivor
 

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from horizonml.rendezvous.members import Formed, Refused
-from horizonml.rendezvous.messages import (
-    Fingerprint,
-)
+from horizonml.rendezvous.messages import Fingerprint
 from horizonml.rendezvous.roster import Roster
 from tests.rosters import LOST_PEER, alive, beat, formed, gather, long_after, rank, survivor
 
@@ -41,6 +39,9 @@ def test_after_a_restart_of_the_service_only_a_majority_goes_on_alone() -> None:
     roster = Roster()
     gather(roster, survivor(0, generation=4))
     assert long_after(roster, 1, start=1) == []
+    roster = Roster()
+    gather(roster, *(survivor(number, 4, size=4, world_size=4) for number in (0, 1)))
+    assert long_after(roster, 1, 2, start=1) == [], "the other half may go on, too"
     roster = Roster()
     gather(roster, survivor(0, generation=4), survivor(1, generation=4))
     (verdict,) = long_after(roster, 1, 2, start=1)

@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizonml.errors import DataError
-from horizonml.rendezvous.device_messages import (
-    FilesRequest,
-)
+from horizonml.rendezvous.device_messages import FilesRequest
 from horizonml.rendezvous.shared_files import FileServer, Item, Listing, check_name, fetch, listing
 from horizonml.rendezvous.wire import Fields, fields_of, read
 from tests.distributed.processes import wait_for

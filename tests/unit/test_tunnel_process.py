@@ -261,10 +261,7 @@ def test_what_keeps_a_rank_from_another_is_named(start: Start) -> None:
 def test_a_second_rank_stands_by_and_takes_over(start: Start) -> None:
     port = free_port()
     first, second, far_away = start(port), start(port), start(free_port())
-    assert [tunnel._serving()[0] for tunnel in (first, second)] == [
-        "yes",
-        "standby",
-    ]
+    assert [tunnel._serving()[0] for tunnel in (first, second)] == ["yes", "standby"]
     first.close()
     with rank(0) as listener:
         near, number = connect(far_away, port, listener)  # before the second one has noticed

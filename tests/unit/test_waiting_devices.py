@@ -23,9 +23,7 @@ from horizonml.rendezvous.device_messages import (
     RunStatus,
 )
 from horizonml.rendezvous.devices import HOLD_SECONDS, LOST_SECONDS, MOST_DEVICES, Devices
-from horizonml.rendezvous.messages import (
-    NumberRequest,
-)
+from horizonml.rendezvous.messages import NumberRequest
 from horizonml.rendezvous.server import Answer, Peer
 from horizonml.rendezvous.wire import Fields, fields_of, read
 from horizonml.runtime.lobby.offer import (
