@@ -92,7 +92,8 @@ def check_blocks(page: Path) -> None:
             values = yaml.safe_load(block.text)
             (Cluster if "devices" in values else Job).model_validate(values)
         elif block.language == "python":
-            imports = [node for node in ast.parse(block.text).body if isinstance(node, ast.Import | ast.ImportFrom)]
+            body = ast.parse(block.text).body
+            imports: list[ast.stmt] = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
             exec(compile(ast.Module(imports, []), str(block), "exec"), {})
         elif block.language in ("sh", "console"):
             for words in commands(typed(block)):

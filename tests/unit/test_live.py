@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from horizonml.report.history import describe
 from horizonml.report.live import LiveRun
@@ -205,6 +206,18 @@ def test_a_frame_says_how_the_run_stands(tmp_path: Path) -> None:
     assert signs[2] == pytest.approx(0.2 * sum(signs), abs=1)
     assert sparkline([1.0, float("nan"), 2.0, float("inf")], 4) == "▁?█?"
     assert all(line.plain.isascii() for line in frame(polled(tmp_path / "digits", 110.0), 100, 20, ASCII))
+
+
+def test_a_frame_fits_the_terminal(tmp_path: Path) -> None:
+    for ranks, width, height in ((60, 80, 24), (60, 80, 8), (5, 200, 60), (1, 20, 3)):
+        folder = tmp_path / f"{ranks}-{height}"
+        write_run(folder, "pipeline", ranks=ranks)
+        recovery = {"kind": "recovery", "time": 101.0, "generation": 1, "lost": [1], "seconds": 1.0, "source": "memory"}
+        append(folder / "rank-0.jsonl", *[{**recovery, "steps_repeated": 0}] * 30)
+        lines = frame(polled(folder, 110.0), width, height)
+        assert len(lines) <= height
+        assert all(cell_len(line.plain) <= max(40, width) for line in lines)
+        assert "running" in lines[0].plain
 
 
 ODD = (

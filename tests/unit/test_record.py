@@ -88,6 +88,7 @@ def test_records_of_older_versions_are_read() -> None:
 
 
 def test_a_number_that_cannot_be_is_named() -> None:
-    for value in ("x", None, -1, float("nan"), float("inf"), 1e300, 10**400, [], {}):
+    wrong: tuple[object, ...] = ("x", None, -1, float("nan"), float("inf"), 1e300, 10**400, [], {})
+    for value in wrong:
         with pytest.raises(ValueError, match=r"^a record of kind step cannot be read: wall: "):
             read({**EXAMPLES[1].to_json(), "wall": value})

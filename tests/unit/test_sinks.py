@@ -129,6 +129,8 @@ def test_a_finished_run_is_shown_as_it_was_recorded(tmp_path: Path) -> None:
     assert run.data.tags["horizonml.torch"] == "2"
     assert "stages" in run.data.tags["horizonml.plan"]
 
+    assert "flow" not in (tmp_path / "runs" / "one" / "mlflow.json").read_text()  # a URI may hold a password
+
     # Once more: MLflow's run is completed and not repeated, and TensorBoard's files are not mixed.
     again = command(tmp_path, "report", "runs/one", "--mlflow", "flow")
     assert again.returncode == 0, again.stderr
