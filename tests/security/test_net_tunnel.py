@@ -21,7 +21,7 @@ from horizonml.security.tls import client_context
 from tests.distributed.processes import wait_for
 from tests.security.net import LOCAL, client_hello, many_files
 from tests.security.test_net_strangers import ATTACKS, TOKEN
-from tests.unit.test_tunnel_process import connect, exactly, free_port, rank
+from tests.unit.test_tunnel_process import VOUCHERS, connect, exactly, free_port, rank
 
 # These talk to the service in its own protocol.
 OTHERS = {"many that stay", "replay"}
@@ -62,6 +62,8 @@ class Link:
             one.close()
         for tunnel in self._tunnels:
             tunnel.close(10.0)
+        while VOUCHERS:
+            VOUCHERS.popitem()[1].close()
 
 
 @pytest.fixture(scope="module")
