@@ -76,10 +76,6 @@ class Context:
 OBJECT, ARRAY = Context(), np.ones(1)
 
 
-def noted() -> None:
-    """Has an attribute that a block sets."""
-
-
 class _Sets(Block):
     def __init__(self, write: Callable[[float], None]) -> None:
         super().__init__()
@@ -107,11 +103,6 @@ class SharesAnObject(Base):
 class SharesAnArray(SharesAnObject):
     write = staticmethod(lambda value: ARRAY.fill(value))
     read = staticmethod(lambda: ARRAY[0])
-
-
-class SharesAFunction(SharesAnObject):
-    write = staticmethod(lambda value: setattr(noted, "factor", value))
-    read = staticmethod(lambda: getattr(noted, "factor", 1.0))
 
 
 class SharesTheEnvironment(SharesAnObject):
@@ -440,7 +431,6 @@ REFUSALS = {
     "CopiesABlock": "in the same order each time",
     "SharesAnObject": r"changes tests\.awkward_states\.OBJECT",
     "SharesAnArray": r"\.ARRAY, which stages",
-    "SharesAFunction": r"\.noted, which stages",
     "SharesTheEnvironment": "changes os.environ",
     "CountsInAnObject": "counter, which its code sets, is not the same",
     "OrdersRows": "needs rows in the order of the whole batch",
