@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.chaos.cluster import Cluster
 from tests.distributed.processes import Service, steps, wait_for
-from tests.distributed.test_chaos import need_networks
 from tests.distributed.test_recovery import OPTIONS, runs
+from tests.programs import need_networks
 
 pytestmark = pytest.mark.slow
 

@@ -257,7 +257,7 @@ def test_what_a_rank_keeps_at_the_service_and_asks_for_is_bounded(tmp_path: Path
             content = base64.b64encode(bytes(MOST_VALUE)).decode()
             assert peer.ask({"do": "set", "key": name, "value": content}) == {}
         assert "more than" in peer.ask({"do": "get", "keys": ["k1"] * 10_000, "seconds": 0})["error"]
-        assert len(peer.ask({"do": "get", "keys": names, "seconds": 0})["values"]) == len(names)  # type: ignore[arg-type]
+        assert len(peer.ask({"do": "get", "keys": names, "seconds": 0})["values"]) == len(names)
         memory = target.megabytes()
         others = [target.raw() for _ in range(60)]
         for beat, other in enumerate(others):
