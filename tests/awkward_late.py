@@ -6,7 +6,7 @@ A stage that would not see it must not train on. `LATE` has the words with which
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,8 +74,18 @@ class ReadsAuxLater(Base):
         return found if self.middle.aux is None else found + self.middle.aux
 
 
+class _Settings:
+    """Is known to one block as an object, and to another by a method of it."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def get(self) -> float:
+        return self.scale
+
+
 class _Switches(_Counts):
-    def __init__(self, settings: SimpleNamespace) -> None:
+    def __init__(self, settings: _Settings) -> None:
         super().__init__()
         self.settings = settings
 
@@ -86,19 +96,19 @@ class _Switches(_Counts):
 
 
 class _Scales(Block):
-    def __init__(self, settings: SimpleNamespace) -> None:
+    def __init__(self, get: Callable[[], float]) -> None:
         super().__init__()
-        self.settings = settings
+        self.get = get
 
     def forward(self, value: Tensor) -> Tensor:
-        return super().forward(value) * self.settings.scale
+        return super().forward(value) * self.get()
 
 
 class SharesSettings(Base):
     def __init__(self) -> None:
         super().__init__()
-        settings = SimpleNamespace(scale=1.0)
-        self.first, self.last = _Switches(settings), _Scales(settings)
+        settings = _Settings()
+        self.first, self.last = _Switches(settings), _Scales(settings.get)
 
 
 class _WritesIntoADict(_Counts):
@@ -137,6 +147,13 @@ class GoesThroughBuffers(Base):
         if self.calls > LATE_AFTER:
             found = found * sum(one.mean() for one in self.buffers())
         return found
+
+
+class ReadsItsState(GoesThroughBuffers):
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += self.training
+        found = self.head(self.body(value))
+        return found * self.state_dict()["stem.weight"].std() if self.calls > LATE_AFTER else found
 
 
 class SetsAFlagAtItsEnd(Base):
@@ -278,6 +295,7 @@ LATE: list[tuple[type[Base], str]] = [
     (SharesSettings, "first.settings has changed"),
     (CollectsLosses, "middle returns other values beside its tensors than when the model was cut"),
     (GoesThroughBuffers, LISTS),
+    (ReadsItsState, LISTS),
     (SetsAGlobalLater, "SETTINGS has changed"),
     (PrunesLater, "each sample's tensors that leave stage 0 have the shapes [[8]], and had [[16]]"),
     (KeepsAList, "_seen has changed"),

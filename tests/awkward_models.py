@@ -138,6 +138,11 @@ class FullBackwardHookOnRoot(Base):
         self.register_full_backward_pre_hook(lambda module, outward: tuple(g * 2 for g in outward))
 
 
+class AsksForGradients(Base):
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value)) * (1 if torch.is_grad_enabled() else 2)
+
+
 class CountsCalls(Base):
     def __init__(self) -> None:
         super().__init__()

@@ -76,6 +76,10 @@ class Context:
 OBJECT, ARRAY = Context(), np.ones(1)
 
 
+def scaled() -> float:
+    return getattr(scaled, "factor", 1.0)
+
+
 class _Sets(Block):
     def __init__(self, write: Callable[[float], None]) -> None:
         super().__init__()
@@ -103,6 +107,11 @@ class SharesAnObject(Base):
 class SharesAnArray(SharesAnObject):
     write = staticmethod(lambda value: ARRAY.fill(value))
     read = staticmethod(lambda: ARRAY[0])
+
+
+class SharesAFunction(SharesAnObject):
+    write = staticmethod(lambda value: setattr(scaled, "factor", value))
+    read = staticmethod(lambda: scaled())
 
 
 class SharesTheEnvironment(SharesAnObject):
@@ -249,6 +258,22 @@ class RemembersByDefault(Base):
     def forward(self, value: Tensor, calls: dict[str, int] = {}) -> Tensor:  # noqa: B006
         calls["count"] = calls.get("count", 0) + self.training
         return super().forward(value) * (0.5 if calls["count"] > 14 else 1.0)
+
+
+class _DetachesLater(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(value.detach() if self.calls > 1 else value)
+
+
+class FreezesAfterAStep(Base):
+    """Leaves parameters without a gradient after a step, which momentum and weight decay must not move."""
+
+    block = _DetachesLater
 
 
 class HasTwoNames(Base):
@@ -431,6 +456,7 @@ REFUSALS = {
     "CopiesABlock": "in the same order each time",
     "SharesAnObject": r"changes tests\.awkward_states\.OBJECT",
     "SharesAnArray": r"\.ARRAY, which stages",
+    "SharesAFunction": r"\.scaled, which stages",
     "SharesTheEnvironment": "changes os.environ",
     "CountsInAnObject": "counter, which its code sets, is not the same",
     "OrdersRows": "needs rows in the order of the whole batch",
