@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -132,6 +132,28 @@ def test_runs_repeat_bit_for_bit(pool: Pool, case: Case) -> None:
     for one, other in zip(first, again, strict=True):
         expect_same(one.state, other.state)
         assert [r.totals for r in one.reports] == [r.totals for r in other.reports]
+
+
+class Twins(RandomBatch):
+    """Samples of which the second half is the first one again."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self._inputs, self._targets = (torch.cat([part[:12]] * 2) for part in (self._inputs, self._targets))
+
+
+@dataclass(frozen=True)
+class OfTwins(Images):
+    """Two members see the same samples."""
+
+    def batches(self) -> list[RandomBatch]:
+        return [Twins(0), Twins(1)]
+
+
+def test_members_drop_different_values(pool: Pool) -> None:
+    for model, differs in (("dropping", True), ("plain", False)):
+        for end in pool.run(2, trained, Case("twins", (TWO,), model=model), OfTwins(model)):
+            assert all((report.divergence or 0.0) > 0.1 for report in end.reports) == differs
 
 
 def test_time_splits_add_up_and_bytes_are_counted(pool: Pool) -> None:
