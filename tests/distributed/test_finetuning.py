@@ -103,8 +103,8 @@ CASES = [
     (FROZEN, Case("frozen backbone, 16-bit sums", (TWO,), sync=Sync.FP16)),
     (FROZEN, Case("frozen backbone, channels", (TWO,), sync=Sync.CHANNELS)),
     (FROZEN_MIDDLE, Case("frozen middle, hybrid 2x2", SHARES, 4)),
-    (ADAPTED, Case("adapters, pipeline 3, zb-h1", (ONE, ONE, ONE), 4, "zb-h1")),
-    (ADAPTED_NORMED, Case("adapters of a backbone with BatchNorm, hybrid", ((3.0, 1.0), ONE), 4)),
+    (ADAPTED, Case("adapters, pipeline 2, zb-h1", (ONE, ONE), 4, "zb-h1")),
+    (ADAPTED_NORMED, Case("adapters of a backbone with BatchNorm, ddp 2", ((3.0, 1.0),))),
 ]
 
 

@@ -26,7 +26,7 @@ from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.shards import read_metadata, steps
 from horizonml.state.spec import Sgd
 from tests.distributed.pool import Pool
-from tests.distributed.processes import environment, wait_for
+from tests.distributed.processes import wait_for
 from tests.distributed.sessions import built, session_for, state_of
 from tests.distributed.truth import FULL, LR, RandomBatch
 
@@ -282,11 +282,10 @@ SINGLE = Plan((Stage(0, LAYERS, (0,), (1.0,)),))
 
 def test_a_process_that_ends_between_writing_and_renaming_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """It waits for no disk; one that is killed there leaves the same files."""
-    command = [sys.executable, "-c", HELD_UP, str(tmp_path)]
     ended = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), timeout=60, check=False
+        [sys.executable, "-c", HELD_UP, str(tmp_path)], capture_output=True, timeout=60, check=False, cwd=Path.cwd()
     )
-    assert (ended.returncode, ended.stdout) == (0, "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
     assert [path.name.rpartition("-")[0] for path in tmp_path.glob(".step-*")] == [".step-00000002-g0"]
 
     group = Group(None, 0, 1, 30.0)

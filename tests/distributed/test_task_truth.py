@@ -185,7 +185,7 @@ HYBRID = ((3.0, 1.0), (1.0, 2.0))
 FAMILIES: list[tuple[Family, Case]] = [
     (GPT, Case("gpt, interleaved", (ONE, ONE), 4, "interleaved")),
     (GPT, Case("gpt, adamw", (ONE, TWO), 2, optimizer=Adam(name="adamw", weight_decay=0.1))),
-    (GPT2, Case("gpt2, hybrid", HYBRID, 3)),
+    (GPT2, Case("gpt2, hybrid", (ONE, (1.0, 2.0)), 3)),
     (GPT2, Case("gpt2, zb-h1", (ONE, ONE), 4, "zb-h1")),
     (BERT, Case("bert, pipeline 3", (ONE, ONE, ONE), 5)),
     (U_NET, Case("u-net, hybrid", HYBRID, 3)),
