@@ -270,6 +270,9 @@ def test_the_newest_step_counts_and_who_is_prepared_for_it_has_it() -> None:
             instance(Held)(damaged)
 
 
+EVERYONE = -1
+
+
 def miss(
     rank: int, world_size: int, store: Store, plan: Plan, method: str, missing: int | None, clip_norm: float | None
 ) -> tuple[dict[str, Tensor], bool]:
@@ -281,7 +284,7 @@ def miss(
     prepared = False
     for step in range(3):
         session.step(batches[step], LR)
-    if rank == missing:
+    if missing in (rank, EVERYONE):
         owners: dict[str, object] = {"after_sums": session._check, "agree": session._totals}
         owner = owners.get(method, session)
         broken: Callable[..., Any] = getattr(owner, method)
@@ -302,7 +305,7 @@ def miss(
         group = Group(PrefixStore("second", store), rank, world_size, 30.0)
         recovery = agreed_state(state, True, group)
         assert recovery is not None
-        assert recovery.step == 4
+        assert recovery.step == (3 if missing == EVERYONE else 4)
         move(state, senders(recovery.holders, plan), group)
         state.step = recovery.step
     session = session_on(plan, state, group)
@@ -319,9 +322,10 @@ MISSED = [  # a plan, what the agreement ends with, whether only the agreement i
     (DDP, "_reduce", False, None, 2),  # a member that has no sums receives the state of the others
     (PIPELINE, "agree", True, None, 0),
     (DDP, "after_sums", True, CLIP_NORM, 0),
+    (PIPELINE, "agree", True, None, EVERYONE),  # and all repeat the step
     (PLANS["before members"], "after_sums", True, CLIP_NORM, 2),
 ]
-IDS = ["ddp", "pipeline", "ddp, clipped", "hybrid, clipped"]
+IDS = ["ddp", "pipeline", "ddp, clipped", "pipeline, all ranks", "hybrid, clipped"]
 
 
 @pytest.mark.parametrize(("plan", "method", "prepared", "clip_norm", "missing"), MISSED, ids=IDS)
