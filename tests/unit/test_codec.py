@@ -93,6 +93,14 @@ def test_several_tensors_travel_as_rows_of_bytes(format: str) -> None:
                 assert torch.equal(all_rows[row], alone[0])
 
 
+def test_a_single_tensor_travels_as_its_codec_encodes_it() -> None:
+    spec, tensor = TensorSpec((3, 7), torch.float32), torch.randn(4, 3, 7)
+    one, boundary = Codec(spec, "int8"), BoundaryCodec(Boundary((spec,)), "int8")
+    assert torch.equal(boundary.encode((tensor,)), one.encode(tensor))
+    (decoded,) = boundary.decode(one.encode(tensor))
+    assert torch.equal(decoded, one.decode(one.encode(tensor)))
+
+
 def test_powersgd_sends_thin_matrices_where_that_pays() -> None:
     shapes = [(64, 64, 3, 3), (64,), ()]
     assert Sync.POWERSGD.bytes_of(shapes) == 4 * (4 * (64 + 576) + 64 + 1)
