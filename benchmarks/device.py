@@ -32,8 +32,7 @@ from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.files import write_atomically
 from horizonml.job.schema import Job
-from horizonml.machine.host import rss_bytes
-from horizonml.machine.resources import keep_freed_memory
+from horizonml.machine.host import keep_freed_memory, rss_bytes
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build, construct
 from horizonml.plan.plan import Plan, Stage

@@ -25,7 +25,7 @@ from benchmarks.peers import LR, RandomBatch
 from benchmarks.recorded import described
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
-from horizonml.machine.resources import keep_freed_memory
+from horizonml.machine.host import keep_freed_memory
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage
@@ -33,10 +33,9 @@ from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
+from horizonml.telemetry.http import MetricsServer
 from horizonml.telemetry.metrics import Metrics
-from horizonml.telemetry.progress import Silent
-from horizonml.telemetry.recorder import Recorder
-from horizonml.telemetry.server import MetricsServer
+from horizonml.telemetry.recorder import Recorder, Silent
 
 CUTS, LAYERS, MICRO_BATCHES, BATCH = [4, 7, 9, 10], 14, 5, 320  # ResNet-18 in five stages
 

@@ -22,8 +22,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from horizonml.files import write_atomically
-from horizonml.machine.host import processor_name
-from horizonml.machine.resources import available_cores
+from horizonml.machine.host import available_cores, processor_name
 from horizonml.plan.plan import Plan, Stage
 
 MEASURED = Path(__file__).resolve().parent / "measured"

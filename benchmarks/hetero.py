@@ -35,8 +35,7 @@ from horizonml.planner.choose import best_plan
 from horizonml.planner.devices import Cluster
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.problem import Problem
-from horizonml.planner.search import candidates, data_parallel, equal_split
-from horizonml.planner.subset import fastest_alone
+from horizonml.planner.search import candidates, data_parallel, equal_split, fastest_alone
 from horizonml.report.charts import draw_ranking, save
 from horizonml.report.records import RecordedRun, load_run
 from horizonml.report.run_plots import draw_timeline, legend, recorded_step

@@ -39,9 +39,8 @@ from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_records
 from horizonml.telemetry.metrics import Metrics
-from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.record import StepRecord
-from horizonml.telemetry.recorder import Recorder
+from horizonml.telemetry.recorder import Recorder, Silent
 
 WARMUP = 6  # steps of a run that do not count
 

@@ -22,12 +22,10 @@ from torch.nn import functional
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.job.schema import Job
-from horizonml.machine.host import rss_bytes
-from horizonml.machine.resources import keep_freed_memory
+from horizonml.machine.host import keep_freed_memory, rss_bytes
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
-from horizonml.plan.execution import PLAIN, Execution
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import PLAIN, Execution, Plan
 from horizonml.profiling.execution import execution_here
 from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState

@@ -29,7 +29,7 @@ from horizonml.data.choose import load
 from horizonml.data.dataset import Data, DataBatch
 from horizonml.data.sampler import sampler_for
 from horizonml.job.schema import Job
-from horizonml.machine.resources import keep_freed_memory
+from horizonml.machine.host import keep_freed_memory
 from horizonml.machine.signals import watch_launcher
 from horizonml.runtime.agreement import describe_together
 from horizonml.state.optim import learning_rate

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from horizonml.data.seeds import name_seed
+from horizonml.data.sampler import name_seed
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build

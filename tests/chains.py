@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from horizonml.engine.split_backward import backward
+from horizonml.engine.execution import backward
 from horizonml.models.boundary import Layers, Values, flat, values_of
 
 

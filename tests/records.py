@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from horizonml.data.dataset import DataInfo
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import DataInfo, TensorSpec
 from horizonml.job.schema import Job
 from horizonml.machine.host import MachineInfo
 from horizonml.plan.plan import Plan

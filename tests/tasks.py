@@ -13,9 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from horizonml.data.dataset import DataInfo, Inputs
-from horizonml.data.seeds import name_seed
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import DataInfo, Inputs, TensorSpec
+from horizonml.data.sampler import name_seed
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.tasks.task import BySample, InputSpec, OutputSpec, Task, Tree

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from horizonml.plan.plan import Plan
-from horizonml.planner.cost import LayerTimes
-from horizonml.planner.outer import summed_bytes
+from horizonml.planner.cost import LayerTimes, summed_bytes
 from horizonml.planner.problem import Problem
 from horizonml.planner.tasks import TaskMaker
 

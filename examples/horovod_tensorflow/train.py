@@ -24,8 +24,7 @@ import tensorflow as tf
 # These need neither torch nor anything else that is heavy.
 from horizonml import __version__
 from horizonml.engine.clock import Clock
-from horizonml.machine.host import cpu_seconds, machine_info, rss_bytes
-from horizonml.machine.resources import available_cores
+from horizonml.machine.host import available_cores, cpu_seconds, machine_info, rss_bytes
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 

@@ -2,7 +2,7 @@
 
 A job names code as `module:attribute`. What can be imported under such a name is named so. Everything else, such as a
 class of a notebook's cell, becomes an attribute of this module: `horizonml.api.given:MyNet`. The ranks of a local run
-receive these objects from the process that starts them (see `horizonml.api.transfer`).
+receive these objects from the process that starts them (see `horizonml.api.training`).
 """
 
 from __future__ import annotations

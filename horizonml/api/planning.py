@@ -12,9 +12,8 @@ from horizonml.api.given import in_this_process
 from horizonml.api.jobs import DataLike, JobLike, ModelLike, TaskLike, make_job
 from horizonml.job.jobfile import write_plan
 from horizonml.plan.plan import Plan
-from horizonml.planner.alternatives import compare
 from horizonml.planner.explain import explain_parts
-from horizonml.planner.reasons import Told
+from horizonml.planner.reasons import Told, compare
 from horizonml.runtime.planning import Planned, plan_job
 from horizonml.text import count, human_seconds
 

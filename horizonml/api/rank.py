@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from horizonml.errors import IdentityError
 from horizonml.rendezvous.identity import from_rank
-from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.life import Outcome
 from horizonml.runtime.process import run_and_exit
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 
@@ -22,7 +22,7 @@ from horizonml.telemetry.record import EvaluationRecord, StepRecord
 def main() -> None:
     """Train as the rank that the environment names."""
     objects, records = map(int, sys.argv[1:])
-    from horizonml.api.transfer import NOTHING_DONE, Objects, unpack
+    from horizonml.api.training import NOTHING_DONE, Objects, unpack
     from horizonml.machine.code import hand_down
     from horizonml.runtime.launch import train_as_rank
 

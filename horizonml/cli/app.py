@@ -16,11 +16,9 @@ from horizonml import __version__
 from horizonml.cli.bench import app as bench
 from horizonml.cli.cluster import app as cluster
 from horizonml.cli.export import evaluate, export, generate, predict
-from horizonml.cli.jobs import init, schema, validate
 from horizonml.cli.plan import plan, profile, simulate, what_if
-from horizonml.cli.rendezvous import rendezvous, token
-from horizonml.cli.train import train
-from horizonml.cli.up import join, up
+from horizonml.cli.train import init, schema, train, validate
+from horizonml.cli.up import join, rendezvous, token, up
 from horizonml.cli.watch import log, report, top, watch
 from horizonml.errors import JobError
 

@@ -57,7 +57,7 @@ def show_plan(
 
         predicted(found.plan, predict(planned.problem, found.plan), places.names, picture)
     if as_json:
-        from horizonml.planner.energy import energy_facts
+        from horizonml.planner.choose import energy_facts
 
         content = {
             "plan": found.plan.to_json(),
@@ -85,12 +85,11 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
     import torch
 
     from horizonml.comm.group import Group
-    from horizonml.machine.host import versions
-    from horizonml.machine.resources import available_cores, keep_freed_memory, memory_limit, threads_per_rank
+    from horizonml.machine.host import available_cores, keep_freed_memory, memory_limit, threads_per_rank, versions
     from horizonml.profiling.execution import execution_here, untried
     from horizonml.profiling.measure import cached_profile
     from horizonml.runtime.agreement import describe_together, profile_key
-    from horizonml.runtime.capacity import use_device
+    from horizonml.runtime.checks import use_device
 
     keep_freed_memory()
     use_device(job, 0, _say)
@@ -136,9 +135,8 @@ def _print_layers(job: Job, profile: Profile) -> None:
 
 
 def _print_plan(planned: Planned, in_full: bool) -> None:
-    from horizonml.planner.alternatives import compare
     from horizonml.planner.explain import COLUMNS, explain_parts, rows
-    from horizonml.planner.reasons import Told
+    from horizonml.planner.reasons import Told, compare
     from horizonml.runtime.agreement import uncut_layer
 
     job, model, problem, found, places = planned.job, planned.model, planned.problem, planned.found, planned.places

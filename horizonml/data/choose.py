@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 from horizonml.data import own
 from horizonml.data.dataset import Data, DataInfo
-from horizonml.data.holdout import check_divided
+from horizonml.data.sampler import check_divided
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError, DataOutOfMemory, is_out_of_memory
 

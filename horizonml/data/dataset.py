@@ -1,16 +1,76 @@
-"""Defines what every data set provides, whatever its samples are."""
+"""Defines what every data set provides, whatever its samples are, and which rows of a batch a rank needs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from horizonml.data.tensors import TensorSpec, whole
+from horizonml.data.spec import DataSpec
 from horizonml.errors import DataOutOfMemory, is_out_of_memory
+
+_NAMES = ("float16", "bfloat16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
+DTYPES: frozenset[torch.dtype] = frozenset(getattr(torch, name) for name in _NAMES)
+
+_MOST_VALUES = 1 << 32  # of one sample
+_MOST_DIMENSIONS = 16
+
+
+def whole(value: Any, most: int) -> int:
+    """Return a whole number from 0 to `most`, which may come from elsewhere. Raises ValueError."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{ascii(value)[:60]} is not a whole number from 0 to {most}")
+    return value
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Describes a tensor: its shape without the batch dimension, its dtype, and whether its gradient travels back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    differentiable: bool = True
+
+    @property
+    def values_per_sample(self) -> int:
+        """Return how many values one sample has."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """Return the size of one sample in bytes."""
+        return self.values_per_sample * self.dtype.itemsize
+
+    def to_json(self) -> list[Any]:
+        """Return plain JSON values."""
+        return [list(self.shape), str(self.dtype).removeprefix("torch.")]
+
+    @classmethod
+    def from_json(cls, value: Any) -> TensorSpec:
+        """Return the description from which `to_json` made `value`. Raises ValueError."""
+        shape, name = value
+        dtype = getattr(torch, name) if name in _NAMES else None
+        if dtype is None:
+            raise ValueError(f"{name!r} is not the dtype of a tensor")
+        found = cls(tuple(whole(extent, _MOST_VALUES) for extent in shape), dtype)
+        if len(found.shape) > _MOST_DIMENSIONS or found.values_per_sample > _MOST_VALUES:
+            raise ValueError(f"a sample of shape {list(found.shape)[:_MOST_DIMENSIONS]} is too large")
+        return found
+
+    def example(self, rows: int, needs_gradient: bool = False) -> Tensor:
+        """Return `rows` synthetic samples to measure with: noise, or zeros for a dtype that is not floating-point."""
+        shape = (rows, *self.shape)
+        if not self.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=self.dtype)
+        return torch.randn(shape, dtype=self.dtype, requires_grad=needs_gradient and self.differentiable)
+
 
 MOST_SAMPLES = 1 << 40
 MOST_OUTPUTS = 1 << 31
@@ -246,3 +306,51 @@ class DataBatch:
         if found is not None and self.augment_seed is not None:
             found = self.split.augment(found, self.size, start, self.augment_seed)
         return Rows(found, self.split.targets(indices) if targets else None)
+
+
+Range = tuple[int, int]
+
+_MOST_ROWS = 16  # of a chunk
+_UNKNOWN_BYTES = 64  # of a target, where the description of the data does not tell
+
+
+@dataclass(frozen=True)
+class NeededRows:
+    """Says which rows of a batch a rank asks for, as ranges of `start` to `stop - 1`."""
+
+    inputs: Sequence[Range] = ()
+    targets: Sequence[Range] = ()
+
+    def chunks(self, workers: int) -> list[tuple[int, int, bool, bool]]:
+        """Return the chunks to read, as `start`, `stop`, and whether their inputs and their targets are needed.
+
+        They are in the order in which the rows are asked for, and small enough for all workers to have some.
+        """
+        ranges = [*self.inputs, *self.targets]
+        total = sum(stop - start for start, stop in ranges)
+        size = max(1, min(_MOST_ROWS, -(-total // max(1, 2 * workers)))) if workers else total
+        edges = sorted({edge for one in ranges for edge in one})
+        found: list[tuple[int, int, bool, bool]] = []
+        for begin, end in pairwise(edges):
+            inputs, targets = (_covers(ranges, begin) for ranges in (self.inputs, self.targets))
+            if inputs or targets:
+                found += [(row, min(row + size, end), inputs, targets) for row in range(begin, end, size)]
+        return found
+
+
+def loads_ahead(spec: DataSpec) -> bool:
+    """Return whether ranks load samples of the next steps while a step computes.
+
+    By itself, that is where reading a sample takes work: it is decoded, fetched, or made by code of the user's own.
+    """
+    return spec.source.decodes if spec.workers == "auto" else spec.workers > 0
+
+
+def sample_bytes(info: DataInfo) -> tuple[int, int]:
+    """Return the bytes of the inputs and of the targets of a sample."""
+    targets = info.target.bytes_per_sample if info.target is not None else _UNKNOWN_BYTES
+    return sum(spec.bytes_per_sample for spec in info.inputs), targets
+
+
+def _covers(ranges: Sequence[Range], row: int) -> bool:
+    return any(start <= row < stop for start, stop in ranges)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from horizonml.data.columns import check_precision
 from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.files import PHOTO_SIZE, photo_of, read_picture
 from horizonml.data.own import Opened, describe_opened, load_opened
-from horizonml.data.pictures import PHOTO_SIZE, photo_of, read_picture
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError
 from horizonml.files import inside

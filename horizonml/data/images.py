@@ -17,13 +17,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from horizonml.data.dataset import Data, DataInfo, Inputs
-from horizonml.data.files import ArraySource, FolderSource, FolderSplits, ImageSource, load_torchvision
-from horizonml.data.holdout import SPLIT_SEED, divide, hold_out, in_order, subset
-from horizonml.data.pictures import PHOTO_MEAN, PHOTO_SIZE, PHOTO_STD
-from horizonml.data.seeds import name_seed
+from horizonml.data.dataset import Data, DataInfo, Inputs, TensorSpec
+from horizonml.data.files import (
+    PHOTO_MEAN,
+    PHOTO_SIZE,
+    PHOTO_STD,
+    ArraySource,
+    FolderSource,
+    FolderSplits,
+    ImageSource,
+    load_torchvision,
+)
+from horizonml.data.sampler import SPLIT_SEED, divide, hold_out, in_order, name_seed, subset
 from horizonml.data.spec import DataSpec
-from horizonml.data.tensors import TensorSpec
 
 _SYNTHETIC_SAMPLES = 10_000
 _SYNTHETIC_CLASSES = 10

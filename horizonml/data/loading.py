@@ -13,8 +13,17 @@ from typing import overload
 
 from torch import Tensor
 
-from horizonml.data.dataset import Batch, DataBatch, DataInfo, Inputs, Rows, Tree, WholeSamples
-from horizonml.data.needs import NeededRows, sample_bytes
+from horizonml.data.dataset import (
+    Batch,
+    DataBatch,
+    DataInfo,
+    Inputs,
+    NeededRows,
+    Rows,
+    Tree,
+    WholeSamples,
+    sample_bytes,
+)
 from horizonml.data.own import OwnSplit
 from horizonml.data.samples import join, rows_of
 from horizonml.data.workers import Known, Pending, Workers

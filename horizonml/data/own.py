@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from horizonml.data.dataset import Data, DataInfo, Inputs, Rows, Tree
-from horizonml.data.holdout import divide, hold_out, in_order, subset
+from horizonml.data.dataset import Data, DataInfo, Inputs, Rows, TensorSpec, Tree
+from horizonml.data.sampler import divide, hold_out, in_order, name_seed, subset
 from horizonml.data.samples import Sample, as_inputs, inputs_of, random_state, sample_of, seeded, stack, tree_of
-from horizonml.data.seeds import name_seed
 from horizonml.data.spec import DataSpec
-from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError, DataOutOfMemory, HorizonError, is_out_of_files, is_out_of_memory
 from horizonml.machine.code import find, where
 from horizonml.tasks.spec import TASKS

@@ -1,4 +1,4 @@
-"""Decides which samples form which batch, with one seeded function that every plan shares.
+"""Decides by seeds which samples are held out to evaluate on, and which form each batch, alike in every plan.
 
 All ranks compute the same `(epoch, step) -> sample indices`, so every way of training sees the same samples in the same
 order, and a resumed run goes on with the sample that it would have seen. Nothing is dropped: the last batch of an epoch
@@ -7,13 +7,107 @@ is simply smaller.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from horizonml.data.dataset import DataInfo
-from horizonml.data.seeds import name_seed
+from horizonml.data.spec import DataSpec
+from horizonml.errors import DataError
+
+
+def name_seed(seed: int, *names: object) -> int:
+    """Return a seed of 63 bits from the job's seed and the purpose of the random numbers."""
+    text = "/".join([str(seed), *map(str, names)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+_spare: list[Any] = []  # generators of numpy that are not in use
+
+
+@contextmanager
+def python_seeded(seed: int) -> Iterator[Callable[[], bool]]:
+    """Let Python and numpy draw random numbers from `seed` on, and leave their generators as they were.
+
+    What it yields tells whether a number has been drawn from either.
+    """
+    numpy = sys.modules.get("numpy")
+    kept, generator, own = random.getstate(), None, None
+    random.seed(seed)
+    if numpy is not None:  # another generator for a while: copying the state of one takes a third of a millisecond
+        generator = numpy.random.get_bit_generator()
+        own = _spare.pop() if _spare else numpy.random.MT19937(0)
+        numpy.random.set_bit_generator(own)
+        numpy.random.seed(seed % 2**32)
+    first, place = random.getstate(), _place(own)
+    try:
+        yield lambda: random.getstate() != first or _place(own) != place
+    finally:
+        random.setstate(kept)
+        if numpy is not None:
+            numpy.random.set_bit_generator(generator)
+            _spare.append(own)
+
+
+def _place(generator: Any) -> int:
+    """Return where a generator of numpy is among the numbers that it has prepared."""
+    return 0 if generator is None else int(generator.state["state"]["pos"])
+
+
+def python_state() -> tuple[Any, bytes]:
+    """Return the state of Python's and numpy's generators, to tell whether something has drawn from them."""
+    numpy = sys.modules.get("numpy")
+    own = numpy.random.get_state() if numpy is not None else None
+    return random.getstate(), own[1].tobytes() + bytes(str(own[2]), "ascii") if own is not None else b""
+
+
+SPLIT_SEED = 1797  # the held-out samples do not depend on the job's seed, so that runs can be compared
+
+
+def divide(spec: DataSpec, train: int, test: int) -> tuple[int, int]:
+    """Return how many samples to train and to evaluate on, of as many as the data has in each part of its own.
+
+    Without a test part, `data.holdout` of the samples are held out. A single sample can be evaluated, but not trained
+    on: `check_divided` tells that. Raises DataError.
+    """
+    if not test:
+        test = max(1, round(train * spec.holdout))
+        train -= test
+    if spec.samples is not None and spec.samples > train:
+        raise DataError(f"data.samples: {spec.samples}, but {spec.name} has {train} training samples; lower it")
+    return spec.samples or train, test
+
+
+def check_divided(spec: DataSpec, train: int, held_out: int) -> None:
+    """Raise DataError if there is nothing to train on."""
+    if train < 1:
+        raise DataError(f"data.holdout: {spec.holdout} leaves no training samples of {train + held_out}")
+
+
+def in_order(train: Tensor, held_out: Tensor) -> Tensor:
+    """Return the indices of the samples of both parts, in the order in which the data has them."""
+    return torch.cat([train, held_out]).sort().values
+
+
+def hold_out(samples: int, train: int, held_out: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of the samples to train on, and of those held out, of a set without a test part."""
+    order = _permutation(samples)
+    return order[held_out:][:train], order[:held_out]
+
+
+def subset(samples: int, wanted: int) -> Tensor:
+    """Return the indices of the samples to train on, of a training part."""
+    return torch.arange(samples) if wanted == samples else _permutation(samples)[:wanted]
+
+
+def _permutation(samples: int) -> Tensor:
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(name_seed(SPLIT_SEED, samples)))
 
 
 class Sampler:

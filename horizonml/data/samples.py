@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horizonml.data.dataset import Inputs, Tree
-from horizonml.data.seeds import python_seeded, python_state
-from horizonml.data.tensors import DTYPES, TensorSpec
+from horizonml.data.dataset import DTYPES, Inputs, TensorSpec, Tree
+from horizonml.data.sampler import python_seeded, python_state
 from horizonml.errors import DataError
 
 _SHAPE = (

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from horizonml.data.columns import Column, Problems, as_input, as_target, check_precision, with_scale
-from horizonml.data.dataset import Data, DataInfo, Inputs
-from horizonml.data.holdout import divide, hold_out, in_order
+from horizonml.data.dataset import Data, DataInfo, Inputs, TensorSpec
+from horizonml.data.sampler import divide, hold_out, in_order
 from horizonml.data.spec import DataSpec
-from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError, is_out_of_memory
 from horizonml.machine.code import require
-from horizonml.machine.resources import memory_left
+from horizonml.machine.host import memory_left
 from horizonml.text import human_bytes, nearest
 
 _ENDINGS = (".csv", ".parquet")

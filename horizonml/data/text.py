@@ -17,13 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from horizonml.data.dataset import Data, DataInfo, Inputs
-from horizonml.data.seeds import name_seed
+from horizonml.data.dataset import Data, DataInfo, Inputs, TensorSpec
+from horizonml.data.sampler import name_seed
 from horizonml.data.spec import DataSpec
-from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError, is_out_of_memory
 from horizonml.machine.code import require
-from horizonml.machine.resources import memory_left
+from horizonml.machine.host import memory_left
 from horizonml.text import human_bytes
 
 _EMBEDDED = "sonnets.txt.gz"

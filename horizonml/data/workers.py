@@ -23,12 +23,11 @@ from typing import Any, Protocol
 import torch
 
 from horizonml.data.choose import load
-from horizonml.data.dataset import Data, DataBatch, DataInfo, Rows
-from horizonml.data.needs import loads_ahead
+from horizonml.data.dataset import Data, DataBatch, DataInfo, Rows, loads_ahead
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError, HorizonError
 from horizonml.machine.code import inheritance
-from horizonml.machine.resources import available_cores
+from horizonml.machine.host import available_cores
 
 _MOST_WORKERS = 4  # that `auto` takes
 _CLOSE_SECONDS = 5.0  # for workers to finish what they read

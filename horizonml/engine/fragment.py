@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.engine.sync.base import Members, SyncedBuffers
-from horizonml.engine.sync.coded_sum import CodedSum
+from horizonml.engine.sync.compressed import CodedSum
 from horizonml.models.module_slice import HOST
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Stage

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import TensorSpec
 from horizonml.engine import quantise
 from horizonml.engine.clock import Clock
 from horizonml.engine.staging import Staging

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from horizonml.comm.expected import boolean
 from horizonml.comm.group import Group
-from horizonml.data.dataset import BatchOfWorkers, Inputs, Tree
-from horizonml.data.needs import NeededRows
+from horizonml.data.dataset import BatchOfWorkers, Inputs, NeededRows, Tree
+from horizonml.data.sampler import name_seed
 from horizonml.data.samples import join
-from horizonml.data.seeds import name_seed
 from horizonml.engine.clock import WAYS, StepResult, Totals
 from horizonml.engine.fragment import Fragment, fragments_of
 from horizonml.engine.session import Session, Trainer
@@ -36,9 +35,8 @@ from horizonml.engine.sync.base import Members
 from horizonml.engine.verdict import UNCHANGED, TotalsSum, check_held_out
 from horizonml.errors import Diverged, PeerLost, PlanError
 from horizonml.machine.host import cpu_seconds
-from horizonml.plan.execution import PLAIN, Execution
 from horizonml.plan.local import Local
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import PLAIN, Execution, Plan
 from horizonml.state.follow import Following
 from horizonml.state.optim import PreparedOuter
 from horizonml.state.train_state import TrainState

@@ -18,7 +18,7 @@ from torch import Tensor
 from horizonml.comm.expected import items, mapping, text
 from horizonml.comm.group import Group
 from horizonml.comm.work import Messages, Recording
-from horizonml.data.needs import NeededRows
+from horizonml.data.dataset import NeededRows
 from horizonml.engine.clock import WAYS, Clock, StepResult, Totals, Way
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
 from horizonml.engine.staging import Staging, staging_for
@@ -29,9 +29,8 @@ from horizonml.machine.host import cpu_seconds
 from horizonml.models.structure import Structure
 from horizonml.models.tracing import tried_out
 from horizonml.models.watch import require_alike, set_everywhere
-from horizonml.plan.actions import Action, Kind
-from horizonml.plan.execution import PLAIN, Execution
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import PLAIN, Execution, Plan
+from horizonml.plan.schedules import Action, Kind
 from horizonml.state.follow import Following
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.task import Batch, Task

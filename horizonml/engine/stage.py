@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from horizonml.comm.group import Group
 from horizonml.data.dataset import BatchOfWorkers, sample_of_row
-from horizonml.data.seeds import name_seed, python_seeded
+from horizonml.data.sampler import name_seed, python_seeded
 from horizonml.engine.clock import LOAD, Clock, Way
-from horizonml.engine.execution import CastWeights, Forward, runs_for, sums_as_they_lie
+from horizonml.engine.execution import CastWeights, Forward, SplitBackward, backward, runs_for, sums_as_they_lie
 from horizonml.engine.link import Cut, Direction, Link
-from horizonml.engine.split_backward import SplitBackward, backward
 from horizonml.engine.staging import Staging
 from horizonml.engine.sync import sync_for
 from horizonml.engine.sync.base import APART, Members, is_looked_at, projections, trainable
@@ -26,9 +25,8 @@ from horizonml.models.boundary import Values, values_of
 from horizonml.models.own_state import put_back_buffers
 from horizonml.models.watch import Watch
 from horizonml.models.zoo import Model
-from horizonml.plan.actions import Action, Kind
-from horizonml.plan.execution import PLAIN, Execution
-from horizonml.plan.plan import Plan, Route, routes
+from horizonml.plan.plan import PLAIN, Execution, Plan, Route, routes
+from horizonml.plan.schedules import Action, Kind
 from horizonml.tasks.task import Batch, Task, Tree, WrongClass, check_results, detached
 from horizonml.text import count
 

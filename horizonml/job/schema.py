@@ -1,6 +1,6 @@
 """A job: what to train, on what data, and how the work is spread over the ranks.
 
-This is the schema of the job file; `jobfile` reads one. Each section is a spec that stands beside what it configures.
+This is the schema of the job file; `jobfile` reads one. Most sections are specs that stand beside what they configure.
 Every field is documented there, and this text is what `horizonml validate --schema` hands to editors.
 """
 
@@ -16,13 +16,71 @@ from pydantic import Field, model_validator
 from horizonml.data.spec import DataSpec
 from horizonml.models.spec import ModelSpec
 from horizonml.plan.spec import Parallel
-from horizonml.rendezvous.spec import RendezvousSpec
-from horizonml.runtime.spec import EarlyStopSpec, EvaluateSpec
 from horizonml.security.spec import SecuritySpec
 from horizonml.spec.base import PlainName, Rule, Spec
 from horizonml.state.spec import Adam, CheckpointSpec, Ema, LrSchedule, RecoverySpec, Sgd
 from horizonml.tasks.spec import TaskSpec
 from horizonml.telemetry.spec import TelemetrySpec
+
+
+class RendezvousSpec(Spec):
+    """Where and how the ranks meet."""
+
+    address: Annotated[str | None, Rule("is not host:port, for example 192.168.1.10:29400", always=True)] = Field(
+        None,
+        pattern=r"^\[?[\w.:-]+\]?:\d+$",
+        description="host:port of `horizonml rendezvous`. Default: $HORIZONML_RENDEZVOUS; alone on one machine "
+        "it is started for you.",
+    )
+    timeout: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds to wait for the service, for all ranks, and for the machines that keep missing shards of "
+        "a checkpoint.",
+    )
+    step_timeout: float = Field(
+        300.0, gt=0, description="Seconds to wait for a peer within a step before it counts as lost."
+    )
+    replace_timeout: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds that the others wait for the replacement of a lost rank before they go on without it "
+        "(0: go on at once; a replacement that comes later is taken in). `parallel.min_workers` says how many must be "
+        "left.",
+    )
+    max_attempts: int = Field(
+        5,
+        ge=0,
+        description="How often in a row ranks meet again after losing one, without finishing a step in between, "
+        "before they give up (0: the first lost rank ends the job).",
+    )
+
+
+class EvaluateSpec(Spec):
+    """Configures how often the model is evaluated on all held-out data, which always happens after the last step."""
+
+    every_epochs: int = Field(1, ge=1, description="Epochs between two evaluations.")
+    every_steps: int | None = Field(
+        None, ge=1, description="Steps between two evaluations, instead of epochs (default: by epochs)."
+    )
+
+
+class EarlyStopSpec(Spec):
+    """Configures early stopping: the end of a training whose evaluations no longer get better."""
+
+    patience: int | None = Field(
+        None, ge=1, description="End after this many evaluations in a row without a better one (default: never)."
+    )
+    metric: str = Field(
+        "held_out_loss", description="The metric to watch: held_out_loss, or another one that evaluations record."
+    )
+    min_delta: float = Field(
+        0.0, ge=0, description="How much better than the best earlier value a value must be to count."
+    )
+    best_is: Literal["auto", "lowest", "highest"] = Field(
+        "auto", description="Which value of the metric is best; auto knows it for the metrics of the built-in tasks."
+    )
+
 
 # How a machine finds and loads its data, which may differ from one to the next.
 _OF_A_MACHINE = {"folder", "path", "workers", "worker_kind", "prefetch", "memory", "disk"}

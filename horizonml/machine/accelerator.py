@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from horizonml.errors import JobError
-from horizonml.machine.host import check_device, processor_name
-from horizonml.machine.resources import memory_limit
+from horizonml.machine.host import check_device, memory_limit, processor_name
 from horizonml.machine.sensors import number, text
 
 _LIBRARY = "libnvidia-ml.so.1"  # is a part of the driver

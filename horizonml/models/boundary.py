@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import TensorSpec
 from horizonml.errors import ModelError
 from horizonml.machine.code import where
 from horizonml.tasks.task import InputSpec

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import TensorSpec
 from horizonml.errors import ModelError
 from horizonml.models.boundary import arguments, flat, per_sample, run_on_zeros
 from horizonml.models.tracing import Attributes, nothing_made, tried_out

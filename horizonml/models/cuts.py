@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import TensorSpec
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.models.boundary import per_sample, refused, run_on_zeros, seen
 from horizonml.models.tracing import changed_by, tried_out

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
-from horizonml.data.seeds import python_seeded, python_state
+from horizonml.data.sampler import python_seeded, python_state
 from horizonml.errors import HorizonError, ModelError, is_out_of_memory
 from horizonml.machine.code import where
 from horizonml.models.boundary import Boundary, Values, depends_on_rows, flat, values_of

@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.utils import parametrize
 
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import TensorSpec
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.models.boundary import Boundary, Layers, output_boundary, refused, unique_names
 from horizonml.models.calls import INPUTS, Call, Calls, Leaf, Pin, Result, Source, record_calls

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from horizonml.data.seeds import python_seeded, python_state
+from horizonml.data.sampler import python_seeded, python_state
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.machine.code import where
 from horizonml.models.own_state import copy_of, draws, is_same, own_state_kept, parts_of, put_back

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from horizonml.data.seeds import name_seed
+from horizonml.data.sampler import name_seed
 from horizonml.errors import ModelError
 from horizonml.machine.code import is_own_file, own_modules
 from horizonml.models.own_state import is_own

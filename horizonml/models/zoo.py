@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from horizonml.data.seeds import python_seeded
+from horizonml.data.sampler import python_seeded
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.models.boundary import Boundary, Layers, arguments
 from horizonml.models.cutting import AUTOMATIC, Cutting, WholeModule, cut

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from horizonml.plan.execution import PRECISIONS
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import PRECISIONS, Plan
 from horizonml.plan.syncs import FORMATS, SYNCS, Sync, offered
 
 LINK, SUMS, PRECISION = "link", "sums", "precision"

@@ -1,4 +1,4 @@
-"""Defines the plan: which layers form each stage, which ranks are its members, and what share each member takes.
+"""The plan as data: stages, their members and shares, how layers run, and the strategies that constrain it.
 
 Every way of training is such a plan, and one engine runs them all. This module is plain data and arithmetic.
 """
@@ -10,16 +10,103 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from horizonml.errors import PlanError
-from horizonml.plan.actions import Action, Lanes, evaluation, with_update
 from horizonml.plan.local import Local
-from horizonml.plan.schedules import SCHEDULES
+from horizonml.plan.schedules import SCHEDULES, Action, Lanes, evaluation, with_update
 from horizonml.plan.syncs import FORMATS as FORMATS
 from horizonml.plan.syncs import SYNCS as SYNCS
 from horizonml.plan.syncs import Sync as Sync
 from horizonml.text import count
+
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Describes how a device runs all layers that it has."""
+
+    channels_last: bool = False
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """With bf16: autocast, with float32 parameters and float32 sums of gradients."""
+    channels_last_weights: bool = False
+    """Whether convolutions keep their weights in the memory format channels_last, on all ranks alike."""
+
+    @property
+    def words(self) -> str:
+        """Return a few words on how layers run."""
+        found = ["channels_last"] * self.channels_last + ["bf16"] * (self.precision == "bf16")
+        return " and ".join(found) or "plain"
+
+    def among(self, everyone: Collection[Execution]) -> Execution:
+        """Return the execution of a rank among those of `everyone`, itself included.
+
+        What members of a stage sum lies in memory as their weights do, so weights are channels_last only if all ranks
+        run so. Elsewhere a convolution in that format converts its weights each time.
+        """
+        return replace(self, channels_last_weights=all(one.channels_last for one in everyone))
+
+    def exact(self) -> Execution:
+        """Return the execution in float32."""
+        return replace(self, precision="fp32")
+
+
+PLAIN = Execution()
+
+
+@dataclass(frozen=True)
+class StrategyFacts:
+    """States what a strategy fixes: a row of `STRATEGIES`."""
+
+    min_workers: int = 1
+    max_workers: int | None = None  # None means no limit
+    least_stages: int = 1
+    most_stages: int | None = None
+    most_members: int | None = None  # of a stage
+    sync: Sync = Sync.ALL_REDUCE  # of stages with several members
+    is_free: bool = False  # whether the planner measures every device, and chooses the kind of plan, too
+    local_steps: bool = False  # whether its ranks may take local steps
+
+    @property
+    def sums(self) -> bool:
+        """Return whether a stage may have several members, which sum gradients."""
+        return self.max_workers != 1 and self.most_members != 1
+
+    @property
+    def sends(self) -> bool:
+        """Return whether activations may travel between stages."""
+        return self.most_stages != 1
+
+    @property
+    def micro_batches(self) -> bool:
+        """Return whether batches may be split into micro-batches."""
+        return not self.sync.alone
+
+    @property
+    def compressions(self) -> list[str]:
+        """Return the values of `parallel.gradient_compression` that it can use."""
+        found = [one.compression for one in SYNCS.values() if one.compression and one.exactly is self.sync]
+        return found if self.sums else []
+
+
+STRATEGIES = {
+    "single": StrategyFacts(max_workers=1, most_stages=1),
+    "ddp": StrategyFacts(most_stages=1, local_steps=True),
+    "pipeline": StrategyFacts(most_members=1),
+    "hybrid": StrategyFacts(min_workers=3, least_stages=2),
+    "auto": StrategyFacts(is_free=True, local_steps=True),
+    "tensor": StrategyFacts(most_stages=1, sync=Sync.CHANNELS),
+    "horovod": StrategyFacts(most_stages=1, sync=Sync.HOROVOD),
+}
+EXPLICIT = "explicit stages"  # what a plan of `parallel.stages` is called, unless its sync has a strategy of its own
+_EXPLICIT = StrategyFacts(local_steps=True)
+
+
+def facts_of(strategy: str) -> StrategyFacts:
+    """Return what a strategy fixes, or what explicit stages do."""
+    return STRATEGIES.get(strategy, _EXPLICIT)
+
 
 MOST_MICRO_BATCHES = 1 << 14
 

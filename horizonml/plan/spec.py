@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from horizonml.errors import JobError
 from horizonml.plan.local import LOCAL_FORMATS, MOST_LOCAL_STEPS, Local, outer_optimizer
+from horizonml.plan.plan import EXPLICIT, STRATEGIES, facts_of
 from horizonml.plan.schedules import SCHEDULES
-from horizonml.plan.strategies import EXPLICIT, STRATEGIES, facts_of
 from horizonml.plan.syncs import FORMATS, SYNCS
 from horizonml.spec.base import Spec, duration
 from horizonml.text import count

@@ -25,7 +25,7 @@ from horizonml.planner.devices import Bytes, Rate, Seconds
 from horizonml.planner.problem import Problem, Watts
 from horizonml.planner.profile import Host, MeasuredLink, Network
 from horizonml.planner.record import Planning
-from horizonml.planner.subset import among
+from horizonml.planner.search import among
 from horizonml.text import nearest, printable
 
 

@@ -27,8 +27,7 @@ from horizonml.errors import JobError
 from horizonml.files import write_atomically
 from horizonml.planner.problem import MOST_WATTS, Watts
 from horizonml.planner.profile import Host, Network, Profile
-from horizonml.spec.base import PlainName, explain
-from horizonml.spec.reading import read_yaml
+from horizonml.spec.base import PlainName, explain, read_yaml
 from horizonml.text import nearest
 
 _BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

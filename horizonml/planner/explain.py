@@ -11,14 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from horizonml.job.schema import Job
-from horizonml.plan.execution import PLAIN, Execution
-from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.plan.plan import PLAIN, Execution, Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.syncs import FORMATS
-from horizonml.planner.cost import boundary_bytes, is_lossy, message_bytes, synced_bytes, syncs_of, trained_bytes
-from horizonml.planner.energy import energy_of
-from horizonml.planner.evaluator import Candidate, Evaluator
-from horizonml.planner.outer import summed_bytes
+from horizonml.planner.choose import energy_of
+from horizonml.planner.cost import (
+    boundary_bytes,
+    is_lossy,
+    message_bytes,
+    summed_bytes,
+    synced_bytes,
+    syncs_of,
+    trained_bytes,
+)
+from horizonml.planner.evaluator import Candidate, Evaluator, with_stage
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Profile
 from horizonml.planner.reasons import (
@@ -33,8 +39,7 @@ from horizonml.planner.reasons import (
     span,
     work_of,
 )
-from horizonml.planner.refine import with_stage
-from horizonml.planner.subset import outnumbers_cores
+from horizonml.planner.search import outnumbers_cores
 from horizonml.text import count, human_bytes, human_seconds
 
 _AS_GOOD_AS_NOTHING = 0.02  # of a step

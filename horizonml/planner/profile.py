@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, PlainSerializer, TypeAdapter
 
-from horizonml.plan.execution import PLAIN, Execution
+from horizonml.plan.plan import PLAIN, Execution
 from horizonml.text import printable
 
 if TYPE_CHECKING:

@@ -13,12 +13,10 @@ from dataclasses import replace
 
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.syncs import Sync
-from horizonml.planner.cost import fastest_format
-from horizonml.planner.evaluator import Candidate, Evaluator
-from horizonml.planner.outer import gentlest
+from horizonml.planner.cost import fastest_format, gentlest
+from horizonml.planner.evaluator import Candidate, Evaluator, improve
 from horizonml.planner.problem import Constraints, FixedStage
 from horizonml.planner.programme import Programme
-from horizonml.planner.refine import improve
 
 _FEW_RANKS = 16  # ranks, up to which plans are improved by small moves
 _MANY_REPLICAS = 64  # ranks, above which few plans are tried

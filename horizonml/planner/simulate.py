@@ -25,19 +25,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from horizonml.plan.actions import Kind
 from horizonml.plan.plan import Plan
+from horizonml.plan.schedules import Kind
 from horizonml.planner.cost import (
     LastBackward,
     LayerTimes,
     Ring,
     coding_seconds,
     memory_needed,
+    outer_cost,
     reduced_at,
     synced_bytes,
     trained_bytes,
 )
-from horizonml.planner.outer import outer_cost
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Contention, Host, slowdown
 from horizonml.planner.tasks import LAST_PASSES, SimulatedTask, TaskMaker

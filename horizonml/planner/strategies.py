@@ -7,10 +7,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from horizonml.job.schema import Job
-from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.plan import Plan, Stage, facts_of
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.spec import Parallel, StageSpec
-from horizonml.plan.strategies import facts_of
 from horizonml.plan.syncs import FORMATS, Sync, compressed, offered
 from horizonml.planner.problem import (
     MICRO_BATCHES,

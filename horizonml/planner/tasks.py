@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from horizonml.plan.actions import Action, Kind
 from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.schedules import Action, Kind
 from horizonml.planner.cost import LayerTimes, gradient_message_bytes, message_bytes, message_work, trained_bytes
 from horizonml.planner.problem import Problem
 

@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 
 from horizonml.errors import HorizonError, JobError, PlanError
 from horizonml.job.schema import Job
-from horizonml.planner.alternatives import shortage
 from horizonml.planner.changes import Changed, Changes, apply_changes
-from horizonml.planner.choose import choose, is_better
-from horizonml.planner.energy import energy_facts
+from horizonml.planner.choose import choose, energy_facts, is_better
 from horizonml.planner.evaluator import Candidate, Evaluator, OutOfTime, judge
 from horizonml.planner.explain import explain, explain_parts, rows
 from horizonml.planner.problem import Problem, check_watts
-from horizonml.planner.reasons import Told, longer, work_of
+from horizonml.planner.reasons import Told, longer, shortage, work_of
 from horizonml.planner.record import Planning
 from horizonml.planner.strategies import constraints_of
 from horizonml.text import count, human_seconds, nearest

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from horizonml.data.seeds import name_seed
+from horizonml.data.sampler import name_seed
 from horizonml.files import cache_folder, write_atomically
 
 SINCE = "HORIZONML_MEASURED_SINCE"  # what was measured before this time does not count, in seconds since 1970

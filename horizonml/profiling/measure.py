@@ -15,18 +15,17 @@ from dataclasses import asdict
 import torch
 from torch import Tensor, nn
 
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import TensorSpec
 from horizonml.engine import fragment
-from horizonml.engine.execution import Forward, memory_format, runs_for
+from horizonml.engine.execution import Forward, backward, memory_format, runs_for
 from horizonml.engine.link import BoundaryCodec, Codec
-from horizonml.engine.split_backward import backward
 from horizonml.engine.staging import staging_for
 from horizonml.machine.accelerator import computing, synchronised
-from horizonml.machine.resources import available_cores
+from horizonml.machine.host import available_cores
 from horizonml.models.boundary import Boundary, Values, flat
 from horizonml.models.module_slice import HOST, bring
 from horizonml.models.zoo import Model
-from horizonml.plan.execution import PLAIN, Execution
+from horizonml.plan.plan import PLAIN, Execution
 from horizonml.plan.syncs import FORMATS, SYNCS, resolve
 from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.profiling import kept

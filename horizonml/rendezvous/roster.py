@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 
-from horizonml.rendezvous.broken_links import BrokenLinks, left_out, link_words
 from horizonml.rendezvous.identity import Numbers
 from horizonml.rendezvous.members import (
     ABSENT_SECONDS,
@@ -44,7 +43,7 @@ from horizonml.rendezvous.messages import (
     NumberRequest,
     difference,
 )
-from horizonml.rendezvous.refusals import KILLED, Crashes, Refusals
+from horizonml.rendezvous.refusals import KILLED, BrokenLinks, Crashes, Refusals, left_out, link_words
 from horizonml.rendezvous.wire import MOST_RANKS
 
 Verdict = Formed | Refused | Complete

@@ -26,8 +26,7 @@ from horizonml.report.charts import (
     seconds_axis,
     series_styles,
 )
-from horizonml.report.history import Change, History, TrainedGroup
-from horizonml.report.records import RankRecords, RecordedRun
+from horizonml.report.records import Change, History, RankRecords, RecordedRun, TrainedGroup
 from horizonml.telemetry.record import RecordedSpan
 from horizonml.text import count, human_seconds, percent
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from horizonml import __version__
 from horizonml.engine.clock import KINDS
 from horizonml.files import write_atomically, writing
-from horizonml.report.history import Change, describe
-from horizonml.report.records import RankRecords, RecordedRun
+from horizonml.report.records import Change, RankRecords, RecordedRun, describe
 from horizonml.report.summary import MEDIANS, Summary, traffic
 from horizonml.telemetry.record import StateSource
 from horizonml.text import human_bytes, human_seconds, percent, printable

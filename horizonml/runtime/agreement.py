@@ -13,8 +13,7 @@ from typing import Any
 from horizonml.comm.expected import fields, instance, optional, plain, text
 from horizonml.comm.group import Group
 from horizonml.data.choose import agree, describe
-from horizonml.data.dataset import DataInfo
-from horizonml.data.needs import loads_ahead, sample_bytes
+from horizonml.data.dataset import DataInfo, loads_ahead, sample_bytes
 from horizonml.data.spec import DataSpec
 from horizonml.errors import HorizonError, ModelError, PeerLost, PlanError
 from horizonml.job.schema import Job
@@ -22,23 +21,28 @@ from horizonml.machine.accelerator import computing
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.download import locate
 from horizonml.models.zoo import Model, build
-from horizonml.plan.execution import PLAIN, Execution
-from horizonml.plan.plan import Plan, Sync
-from horizonml.planner.alternatives import drawback, shortage, uncut
+from horizonml.plan.plan import PLAIN, Execution, Plan, Sync
 from horizonml.planner.choose import choose
 from horizonml.planner.devices import write_cluster
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import explain
 from horizonml.planner.problem import Loading, Problem, Watts, check_watts
 from horizonml.planner.profile import LOCAL_NETWORK, Contention, Host, Network, Profile
-from horizonml.planner.reasons import Told, asked_for, inexact_layers, inexact_parts
+from horizonml.planner.reasons import Told, asked_for, drawback, inexact_layers, inexact_parts, shortage, uncut
 from horizonml.planner.strategies import fixed_plan, measures_every_device, needs_profile, problem_for, syncs_of
-from horizonml.profiling.contention import measure_contention, turns, with_contention
 from horizonml.profiling.execution import gain_here
 from horizonml.profiling.measure import cached_profile, kept_profile
-from horizonml.profiling.probe import MOST_PROBED, MessageCost, probe_network, probe_pairs
+from horizonml.profiling.probe import (
+    MOST_PROBED,
+    MessageCost,
+    measure_contention,
+    probe_network,
+    probe_pairs,
+    turns,
+    with_contention,
+)
 from horizonml.profiling.watts import device_watts
-from horizonml.runtime.capacity import why_untried
+from horizonml.runtime.checks import why_untried
 from horizonml.runtime.stragglers import Decision, Forecast
 from horizonml.state.spec import Sgd
 from horizonml.tasks.choose import channels_for, task_for

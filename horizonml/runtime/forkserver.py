@@ -41,12 +41,12 @@ SERVER = "HORIZONML_FORKSERVER"  # the address of a server, for processes whose 
 # What a rank needs. Names, because this room must not know the command line.
 PRELOAD = (
     "horizonml.cli.app",
-    "horizonml.api.transfer",
+    "horizonml.api.training",
     "horizonml.rendezvous.meeting",
     "horizonml.runtime.launch",
     "horizonml.runtime.worker",
     "horizonml.security.tls",
-    "horizonml.telemetry.server",
+    "horizonml.telemetry.http",
 )
 _ROOM = "HORIZONML_ROOM"  # makes room in the server's environment for those of its children
 _SECRET, _LENGTH = 32, 8  # bytes of the secret, and of a request's length, with which it begins

@@ -22,18 +22,14 @@ from horizonml.files import cache_folder
 from horizonml.machine.host import rss_bytes
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
-from horizonml.plan.execution import PLAIN, Execution
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import PLAIN, Execution, Plan
 from horizonml.planner.profile import Host
 from horizonml.planner.record import DeviceFacts
-from horizonml.profiling.execution import execution_here, untried, unused_bf16
-from horizonml.profiling.threads import choose_threads
-from horizonml.runtime.capacity import find_hosts, why_untried
-from horizonml.runtime.group_plan import GroupPlan
+from horizonml.profiling.execution import choose_threads, execution_here, untried, unused_bf16
+from horizonml.runtime.checks import find_hosts, find_unreadable, why_untried
+from horizonml.runtime.group_plan import GroupPlan, Introduction, Introductions
 from horizonml.runtime.guarding import Guard
-from horizonml.runtime.introduction import Introduction, Introductions
-from horizonml.runtime.life import Last, Life, Loaded
-from horizonml.runtime.outcome import LeavesUnsaved, Outcome
+from horizonml.runtime.life import Last, LeavesUnsaved, Life, Loaded, Outcome
 from horizonml.runtime.recording import (
     assumed_problem,
     describe_members,
@@ -46,7 +42,6 @@ from horizonml.runtime.recording import (
 from horizonml.runtime.restore import Spare, is_older_than_disk, mirror_for, recover, restore
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import Training
-from horizonml.runtime.unreadable import find_unreadable
 from horizonml.state.carry import Digests, digests_of, hand_over, share_state
 from horizonml.state.checkpoint import Arrival, Checkpoints, compatible_with
 from horizonml.state.disks import DiskProbe, find_disks

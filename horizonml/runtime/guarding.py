@@ -34,14 +34,13 @@ from horizonml.engine.clock import Totals
 from horizonml.engine.session import Session
 from horizonml.errors import Diverged
 from horizonml.job.schema import Job
-from horizonml.plan.execution import Execution
 from horizonml.plan.lossy import LINK, PRECISION, SUMS, LossyChoice, Setting, Tried
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import Execution, Plan
 from horizonml.planner.choose import is_better, with_objective
 from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.problem import Constraints
 from horizonml.runtime.agreement import Agreed
-from horizonml.runtime.capacity import LOCAL_STEPS, MOST_WARM_UPS, NOT_HELD_OUT, too_short, trial_steps
+from horizonml.runtime.checks import LOCAL_STEPS, MOST_WARM_UPS, NOT_HELD_OUT, too_short, trial_steps
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import Decision
 from horizonml.runtime.trainer import held_out_batches, training_batch

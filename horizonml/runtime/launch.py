@@ -19,17 +19,16 @@ from horizonml.files import scratch_folder
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.code import python_module
-from horizonml.machine.host import check_device, requested_device
+from horizonml.machine.host import check_device, memory_limit, process_memory, requested_device
 from horizonml.machine.network import METRICS, service_address
-from horizonml.machine.resources import memory_limit, process_memory
 from horizonml.machine.signals import Cancelled, handling, leave_at_once, stop_on_signal
+from horizonml.plan.plan import facts_of
 from horizonml.plan.spec import MOST_WORKERS
-from horizonml.plan.strategies import facts_of
 from horizonml.planner.strategies import syncs_of
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.runtime.command import RENDEZVOUS, STOP_SECONDS, endpoint_for
+from horizonml.runtime.life import Outcome
 from horizonml.runtime.local import TOGETHER, LocalRun
-from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.sinks import check_packages
@@ -66,8 +65,8 @@ def train_as_rank(
         with handling(leave_at_once):  # loading PyTorch takes seconds
             from horizonml.rendezvous.meeting import ask_rank
             from horizonml.runtime.worker import Worker, settings_for
+            from horizonml.telemetry.http import MetricsServer
             from horizonml.telemetry.metrics import Metrics
-            from horizonml.telemetry.server import MetricsServer
 
         if isinstance(identity, str):
             assert endpoint is not None

@@ -14,24 +14,21 @@ from horizonml.errors import PlanError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import Compute, computing, use
-from horizonml.machine.host import rss_bytes
-from horizonml.machine.resources import available_cores, keep_freed_memory, memory_share, threads_per_rank
+from horizonml.machine.host import available_cores, keep_freed_memory, memory_share, rss_bytes, threads_per_rank
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
-from horizonml.planner.alternatives import remedy, shortage
 from horizonml.planner.devices import Cluster, load_cluster
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import explain, run_reasons
 from horizonml.planner.problem import Problem, Watts, check_watts
 from horizonml.planner.profile import LOCAL_NETWORK, Host, Network, Profile
-from horizonml.planner.reasons import Reason, Told
+from horizonml.planner.reasons import Reason, Told, remedy, shortage
 from horizonml.planner.strategies import fixed_plan, may_cut, needs_profile
 from horizonml.profiling.execution import execution_here, gain_here, untried
 from horizonml.profiling.measure import cached_profile
 from horizonml.profiling.watts import device_watts, stated_watts
 from horizonml.runtime.agreement import choose_or_say_why, describe_problem, describe_together, profile_key
-from horizonml.runtime.capacity import LOCAL_STEPS, device_of, why_untried
-from horizonml.runtime.cuts import proven_cutting
+from horizonml.runtime.checks import LOCAL_STEPS, device_of, proven_cutting, why_untried
 from horizonml.runtime.launch import for_this_machine
 from horizonml.text import count
 

@@ -14,12 +14,10 @@ from horizonml.data.dataset import DataInfo
 from horizonml.engine.session import Trainer
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
-from horizonml.machine.host import MachineInfo, machine_info, versions
-from horizonml.machine.resources import memory_limit
+from horizonml.machine.host import MachineInfo, machine_info, memory_limit, versions
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
-from horizonml.plan.execution import PLAIN, Execution
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import PLAIN, Execution, Plan
 from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.explain import explain
 from horizonml.planner.problem import Problem
@@ -31,8 +29,7 @@ from horizonml.profiling.measure import compare_with_run, kept_profile
 from horizonml.runtime.agreement import describe_problem, profile_key
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import StragglerDetector
-from horizonml.telemetry.progress import display_for
-from horizonml.telemetry.recorder import Recorder
+from horizonml.telemetry.recorder import Recorder, display_for
 from horizonml.telemetry.run_info import JobFacts, MemberFacts, PlanFacts, RunInfo
 from horizonml.text import count
 

@@ -19,7 +19,7 @@ import torch
 from horizonml.comm.expected import AsJson, fields, instance, number, optional, plain, text
 from horizonml.comm.group import Group, TreeSum
 from horizonml.machine.accelerator import computing
-from horizonml.machine.condition import Condition, Slowdown
+from horizonml.machine.sensors import Condition, Slowdown
 from horizonml.plan.plan import Plan
 from horizonml.planner.choose import is_better, with_objective
 from horizonml.planner.evaluator import Candidate, Evaluator

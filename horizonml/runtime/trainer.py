@@ -12,11 +12,9 @@ import torch
 
 from horizonml.comm.expected import fields, mapping, measure, whole
 from horizonml.comm.group import Group
-from horizonml.data.dataset import Data, DataBatch
+from horizonml.data.dataset import Data, DataBatch, NeededRows
 from horizonml.data.loading import Ahead
-from horizonml.data.needs import NeededRows
-from horizonml.data.sampler import Sampler, sampler_for
-from horizonml.data.seeds import name_seed
+from horizonml.data.sampler import Sampler, name_seed, sampler_for
 from horizonml.data.workers import Workers, workers_for
 from horizonml.engine.clock import StepResult
 from horizonml.engine.session import Trainer
@@ -24,7 +22,7 @@ from horizonml.errors import CheckpointError, Diverged, JobError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
-from horizonml.runtime.outcome import LeavesUnsaved, Outcome
+from horizonml.runtime.life import LeavesUnsaved, Outcome
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.follow import Following

@@ -20,9 +20,8 @@ from horizonml.comm.work import Moves
 from horizonml.errors import HorizonError, PeerLost, RendezvousError, is_out_of_memory
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
-from horizonml.machine.host import device_name, machine_id
+from horizonml.machine.host import device_name, keep_freed_memory, machine_id, raise_descriptor_limit
 from horizonml.machine.network import AddressProbe
-from horizonml.machine.resources import keep_freed_memory, raise_descriptor_limit
 from horizonml.machine.signals import Cancelled, StopRequest
 from horizonml.rendezvous.client import Endpoint
 from horizonml.rendezvous.identity import Identity, local_rank
@@ -34,11 +33,10 @@ from horizonml.rendezvous.messages import (
     Lost,
 )
 from horizonml.runtime.agreement import prepare
-from horizonml.runtime.capacity import use_device
+from horizonml.runtime.checks import use_device
 from horizonml.runtime.command import token_of_rank
 from horizonml.runtime.generation import Generation
-from horizonml.runtime.life import Life
-from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.life import Life, Outcome
 from horizonml.runtime.watchdog import Watchdog
 from horizonml.security.spec import SecuritySpec
 from horizonml.security.token import Token

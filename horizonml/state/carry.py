@@ -21,7 +21,7 @@ from horizonml.comm.expected import boolean, fields, items, mapping, text, whole
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.errors import PeerLost, StateDiffers
-from horizonml.machine.resources import memory_left
+from horizonml.machine.host import memory_left
 from horizonml.plan.plan import Plan
 from horizonml.state.optim import in_common
 from horizonml.state.train_state import TrainState

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from horizonml.data.dataset import Batch, DataInfo, Inputs, Tree, detached
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import Batch, DataInfo, Inputs, TensorSpec, Tree, detached
 from horizonml.errors import DataError, JobError, ModelError
 
 __all__ = ["Batch", "InputSpec", "Inputs", "OutputSpec", "Task", "Tree", "detached"]

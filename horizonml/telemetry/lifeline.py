@@ -16,8 +16,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from horizonml.machine.host import machine_id, peak_rss_bytes
-from horizonml.machine.resources import killed_in_container, killed_on_machine, memory_left, memory_limit
+from horizonml.machine.host import (
+    killed_in_container,
+    killed_on_machine,
+    machine_id,
+    memory_left,
+    memory_limit,
+    peak_rss_bytes,
+)
 from horizonml.machine.signals import process_space, started_at
 from horizonml.text import human_bytes
 

@@ -19,8 +19,7 @@ from prometheus_client.registry import Collector
 from horizonml.engine.clock import StepResult
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
-from horizonml.machine.host import cpu_seconds, rss_bytes
-from horizonml.machine.resources import available_cores, memory_limit, memory_used, throttled_seconds
+from horizonml.machine.host import available_cores, cpu_seconds, memory_limit, memory_used, rss_bytes, throttled_seconds
 from horizonml.plan.plan import Plan
 from horizonml.telemetry.fields import MetricSpec, Record, gauge
 from horizonml.telemetry.goodput import CAUSES, Cause, Goodput

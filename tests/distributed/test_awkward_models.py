@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, Store
 from torch.nn import functional
 
 from horizonml.comm.group import Group
-from horizonml.data.seeds import name_seed, python_seeded
+from horizonml.data.sampler import name_seed, python_seeded
 from horizonml.engine.session import Session
 from horizonml.errors import ModelError, PeerLost
 from horizonml.models.cutting import Cutting

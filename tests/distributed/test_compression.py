@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from horizonml.comm.group import Group
 from horizonml.engine.quantise import encoded_bytes
-from horizonml.engine.sync.coded_sum import CodedSum
+from horizonml.engine.sync.compressed import CodedSum
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.state.spec import Sgd

@@ -10,7 +10,7 @@ from horizonml.comm.group import Group
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.planner.profile import Contention, Host
-from horizonml.profiling.contention import measure_contention
+from horizonml.profiling.probe import measure_contention
 from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 

@@ -28,13 +28,12 @@ from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.planner.strategies import fixed_plan
 from horizonml.runtime.agreement import describe_data, model_for
-from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.checks import find_unreadable
+from horizonml.runtime.life import Outcome
 from horizonml.runtime.trainer import Training
-from horizonml.runtime.unreadable import find_unreadable
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.log import read_lines
-from horizonml.telemetry.progress import Silent
-from horizonml.telemetry.recorder import Recorder
+from horizonml.telemetry.recorder import Recorder, Silent
 from tests.datasets import Points
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for

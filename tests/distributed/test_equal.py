@@ -13,7 +13,7 @@ from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.profile import Host
 from horizonml.profiling.measure import measure
-from horizonml.runtime.capacity import Capacity, find_hosts
+from horizonml.runtime.checks import Capacity, find_hosts
 from horizonml.state.carry import share_state
 from horizonml.state.spec import Sgd
 from horizonml.tasks.task import InputSpec

@@ -17,8 +17,7 @@ from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.models.boundary import values_of
 from horizonml.models.zoo import Model
-from horizonml.plan.execution import PLAIN, Execution
-from horizonml.plan.plan import Stage, Sync
+from horizonml.plan.plan import PLAIN, Execution, Stage, Sync
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.optim import lies_alike
 from horizonml.state.train_state import TrainState

@@ -27,7 +27,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.profiling.measure import measure
-from horizonml.runtime.capacity import Capacity, find_hosts, refuse_what_cannot_fit
+from horizonml.runtime.checks import Capacity, find_hosts, refuse_what_cannot_fit
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import InputSpec
 from tests.distributed import test_executions, test_following, test_lossless, test_saving, test_staging

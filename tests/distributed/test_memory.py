@@ -16,7 +16,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.runtime.agreement import model_for
-from horizonml.runtime.capacity import state_bytes
+from horizonml.runtime.checks import state_bytes
 from horizonml.runtime.forkserver import SERVER
 from horizonml.state import checkpoint
 from horizonml.state.checkpoint import Checkpoints

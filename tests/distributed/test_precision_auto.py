@@ -12,7 +12,7 @@ import torch
 
 from horizonml.comm.group import Group
 from horizonml.job.jobfile import parse
-from horizonml.plan.execution import Execution
+from horizonml.plan.plan import Execution
 from horizonml.profiling.execution import _key, _rows, modes_for
 from horizonml.profiling.kept import path_of
 from horizonml.runtime.agreement import describe_together

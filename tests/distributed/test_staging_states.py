@@ -11,7 +11,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import TensorSpec
 from horizonml.engine.link import BoundaryCodec
 from horizonml.job.schema import Job
 from horizonml.machine import accelerator
@@ -21,9 +21,9 @@ from horizonml.models.boundary import Boundary
 from horizonml.plan.local import Local
 from horizonml.plan.plan import FORMATS
 from horizonml.rendezvous.identity import Identity
-from horizonml.runtime import capacity
+from horizonml.runtime import checks
 from horizonml.runtime.agreement import model_for
-from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.life import Outcome
 from horizonml.runtime.worker import Worker
 from horizonml.state.mirror import Packer
 from horizonml.state.spec import Ema
@@ -154,7 +154,7 @@ def run(folder: Path, device: str, epochs: int) -> list[dict[str, Any]]:
 def test_a_run_on_a_device_is_recorded_saved_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [record["loss"] for record in run(tmp_path / "host", "cpu", 2) if record["kind"] == "evaluation"]
     gpu = PretendedGpu(CUDA, "Pretended GPU")
-    monkeypatch.setattr(capacity, "choose_device", lambda *_: gpu)
+    monkeypatch.setattr(checks, "choose_device", lambda *_: gpu)
     monkeypatch.setattr(accelerator, "_used", [Compute()])
     with every_state_on_device():
         run(tmp_path / "device", "cuda", 1)

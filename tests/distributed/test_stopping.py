@@ -23,7 +23,7 @@ from horizonml.machine.signals import StopRequest
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
-from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.life import Outcome
 from horizonml.runtime.trainer import Training
 from horizonml.state.saver import find_best
 from horizonml.state.shards import STOPPING, Best, read_metadata, step_of, steps
@@ -31,8 +31,7 @@ from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
-from horizonml.telemetry.progress import Silent
-from horizonml.telemetry.recorder import Recorder
+from horizonml.telemetry.recorder import Recorder, Silent
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import agreed_state, session_for
 from tests.distributed.test_training import HYBRID3, Kind, equal, run, whole

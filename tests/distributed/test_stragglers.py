@@ -10,8 +10,7 @@ from typing import Any
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
-from horizonml.machine.condition import Condition
-from horizonml.machine.sensors import ProcessorClock
+from horizonml.machine.sensors import Condition, ProcessorClock
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.choose import fastest_plan, with_objective
 from horizonml.planner.evaluator import Candidate, Evaluator, judge

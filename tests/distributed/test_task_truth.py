@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from horizonml.data.dataset import DataBatch, Inputs
-from horizonml.data.seeds import name_seed
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import DataBatch, Inputs, TensorSpec
+from horizonml.data.sampler import name_seed
 from horizonml.models.spec import ModelSpec
 from horizonml.models.structure import Structure
 from horizonml.models.zoo import Model, build, construct

@@ -27,8 +27,7 @@ from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.shards import Metadata, read_metadata, steps
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
-from horizonml.telemetry.progress import Silent
-from horizonml.telemetry.recorder import Recorder
+from horizonml.telemetry.recorder import Recorder, Silent
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
 from tests.records import run_info

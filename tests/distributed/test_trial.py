@@ -19,9 +19,8 @@ from horizonml.engine.session import Session
 from horizonml.errors import PeerLost
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
-from horizonml.plan.execution import PLAIN
 from horizonml.plan.lossy import Setting, Tried
-from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.plan.plan import PLAIN, Plan, Stage, Sync
 from horizonml.planner.choose import best_plan
 from horizonml.planner.evaluator import judge
 from horizonml.planner.profile import Network

@@ -19,10 +19,9 @@ import pytest
 import torch
 from PIL import Image
 
-from horizonml.data.files import FolderSource
+from horizonml.data.files import MOST_PIXELS, FolderSource, pixels_of, read_picture
 from horizonml.data.hub import open_hub
 from horizonml.data.origin import StreamShard
-from horizonml.data.pictures import MOST_PIXELS, pixels_of, read_picture
 from horizonml.data.spec import DataSpec
 from horizonml.data.stream import Samples, table_of
 from horizonml.data.table import describe as describe_table

@@ -20,8 +20,7 @@ from pydantic.fields import FieldInfo
 
 import horizonml
 from horizonml.errors import JobError
-from horizonml.job.foreign import TAKEN, FieldKind, code_fields, places, taken_over
-from horizonml.job.jobfile import parse
+from horizonml.job.jobfile import TAKEN, FieldKind, code_fields, parse, places, taken_over
 from horizonml.job.schema import Job
 from horizonml.models import libraries
 from horizonml.models.spec import LIBRARIES
@@ -244,7 +243,6 @@ def test_no_other_module_imports_by_a_name_that_is_not_its_own() -> None:
         "__init__.py",  # a table of its own names
         "data/choose.py",  # the modules of a table
         "machine/code.py",
-        "plan/schedules/__init__.py",  # the files beside it
         "plan/syncs.py",  # the implementations of a table
         "runtime/forkserver.py",  # what its command line names, which this package writes
     }

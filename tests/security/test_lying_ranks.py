@@ -119,7 +119,7 @@ def test_a_rank_cannot_claim_a_disk_that_there_is_not(pool: Pool, tmp_path: Path
 
 def state_of(rank: int) -> Any:
     """Return the state of a rank that trains the digits by the plan."""
-    from horizonml.data.tensors import TensorSpec
+    from horizonml.data.dataset import TensorSpec
     from horizonml.job.schema import Job
     from horizonml.models.zoo import build
     from horizonml.state.train_state import TrainState

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from horizonml.telemetry.server import MetricsServer
+from horizonml.telemetry.http import MetricsServer
 from tests.security.bounds import bounded
 from tests.web import get
 

@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from horizonml.comm.tunnel import carrier
+from horizonml.comm.tunnel import process
 from horizonml.comm.tunnel.addresses import HEADER_BYTES, Target, TunnelAnswer, own_address
-from horizonml.comm.tunnel.carrier import MOST_HANDSHAKES
 from horizonml.comm.tunnel.client import Tunnel
+from horizonml.comm.tunnel.process import MOST_HANDSHAKES
 from horizonml.security.tls import client_context
 from tests.distributed.processes import wait_for
 from tests.security.net import LOCAL, client_hello, many_files
@@ -147,10 +147,10 @@ def test_a_header_that_names_another_target_leads_nowhere(link: Link, subtests: 
 
 
 def test_a_handshake_and_a_header_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carrier, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(process, "HANDSHAKE_SECONDS", 0.3)
 
     async def attack() -> tuple[bytes, bytes]:
-        carries, port = carrier.Carrier(TOKEN), free_port()
+        carries, port = process.Carrier(TOKEN), free_port()
         carries.serve(LOCAL, port)
         while carries.serving != "yes":
             await asyncio.sleep(0.01)

@@ -14,8 +14,8 @@ import torch
 
 import horizonml
 from horizonml.api.given import Given
-from horizonml.api.transfer import packed
-from horizonml.data.tensors import TensorSpec
+from horizonml.api.training import packed
+from horizonml.data.dataset import TensorSpec
 from horizonml.errors import ModelError
 from horizonml.job.schema import Job
 from horizonml.models.libraries import check_options
@@ -58,9 +58,9 @@ def test_nothing_is_evaluated_and_only_tensors_are_read() -> None:
             unpickling.add(file)
     # Pickles are read only from this machine's own parents and children. Workers that load samples are this process's
     # own children, behind a pipe without a name.
-    assert unpickling == {"api/transfer.py"}
+    assert unpickling == {"api/training.py"}
     mentions = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if "pickle.loads" in file.read_text()}
-    assert mentions == {"api/transfer.py", "data/workers.py"}
+    assert mentions == {"api/training.py", "data/workers.py"}
 
 
 class Evil:

@@ -16,7 +16,7 @@ from horizonml.errors import HorizonError
 from horizonml.report.records import lead_records, load_run
 from horizonml.runtime.local import RankLog, Warnings
 from horizonml.telemetry.log import read_lines
-from horizonml.telemetry.progress import Lines
+from horizonml.telemetry.recorder import Lines
 from horizonml.text import escaped
 from tests.runs import write_run
 from tests.security.bounds import bounded

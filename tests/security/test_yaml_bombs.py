@@ -13,7 +13,7 @@ from horizonml.errors import JobError
 from horizonml.job.jobfile import load, parse, read_plan
 from horizonml.job.schema import Job
 from horizonml.planner.devices import load_cluster
-from horizonml.spec.reading import parse_yaml
+from horizonml.spec.base import parse_yaml
 from tests.security.bounds import bounded
 
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(

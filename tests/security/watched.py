@@ -23,18 +23,16 @@ import torch
 import yaml
 
 from horizonml.data.choose import describe
-from horizonml.data.dataset import DataInfo
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import DataInfo, TensorSpec
 from horizonml.errors import HorizonError
 from horizonml.files import cache_folder
-from horizonml.job.foreign import TAKEN, FieldKind
+from horizonml.job.jobfile import TAKEN, FieldKind
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.tuning import import_peft
 from horizonml.models.zoo import build
-from horizonml.runtime.lobby.offer import confinement
-from horizonml.runtime.lobby.prepare import CalledAway, JoinPreparation, JoinSettings
+from horizonml.runtime.lobby.offer import CalledAway, JoinPreparation, JoinSettings, confinement
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.sinks import Feeds, check_packages

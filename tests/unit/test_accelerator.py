@@ -15,10 +15,10 @@ from horizonml.errors import JobError
 from horizonml.job.jobfile import parse
 from horizonml.machine import accelerator
 from horizonml.machine.accelerator import Compute, GpuReadings, choose_device, computing, readings
-from horizonml.machine.resources import available_cores
+from horizonml.machine.host import available_cores
 from horizonml.planner.devices import load_cluster, read_profile, write_cluster
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
-from horizonml.runtime.capacity import Capacity, find_hosts, use_device
+from horizonml.runtime.checks import Capacity, find_hosts, use_device
 from horizonml.runtime.planning import _here, plan_job
 
 

@@ -20,7 +20,7 @@ import horizonml
 from horizonml.api.given import Given, in_this_process
 from horizonml.api.history import Evaluation, Step, Table, read_run
 from horizonml.api.jobs import make_job
-from horizonml.api.transfer import Objects, packed, unpack
+from horizonml.api.training import Objects, packed, unpack
 from horizonml.data.choose import describe
 from horizonml.data.choose import load as load_data
 from horizonml.data.workers import Processes, workers_for

@@ -14,8 +14,8 @@ from horizonml.cli.bench import _show, app
 from horizonml.errors import HorizonError, JobError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
+from horizonml.plan.plan import facts_of
 from horizonml.plan.spec import Strategy
-from horizonml.plan.strategies import facts_of
 from horizonml.report.bench import compare, scaling
 from horizonml.report.bench.report import write_report
 from horizonml.report.bench.study import ScalingMode, load_study

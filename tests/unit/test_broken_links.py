@@ -7,9 +7,9 @@ import time
 from contextlib import ExitStack, closing
 
 from horizonml.machine.network import AddressProbe
-from horizonml.rendezvous.broken_links import BrokenLinks, left_out
 from horizonml.rendezvous.members import Formed, Member
 from horizonml.rendezvous.messages import Departure, Farewell
+from horizonml.rendezvous.refusals import BrokenLinks, left_out
 from horizonml.rendezvous.roster import Roster
 from tests.rosters import LOST_PEER, alive, come_back, formed, rank
 

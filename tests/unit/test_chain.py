@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.errors import ModelError
-from horizonml.models.chain import Chain
+from horizonml.models.cutting import Chain
 from horizonml.models.spec import ModelSpec
 from horizonml.models.weights import materialise, record
 from horizonml.models.zoo import build

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import TensorSpec
 from horizonml.engine.link import BoundaryCodec, Codec
 from horizonml.models.boundary import Boundary
 from horizonml.plan.plan import FORMATS

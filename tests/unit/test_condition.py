@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from horizonml.machine.condition import Condition, Slowdown
-from horizonml.machine.sensors import ProcessorClock, clock
+from horizonml.machine.sensors import Condition, ProcessorClock, Slowdown, clock
 from horizonml.runtime.stragglers import Notices
 
 COOL = ProcessorClock(2.4e9, 2.4e9, 50.0, 85.0)

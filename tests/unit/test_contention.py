@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from horizonml.plan.plan import Plan, Stage
-from horizonml.planner.alternatives import compare, drawback
 from horizonml.planner.choose import best_plan, fastest_plan
 from horizonml.planner.devices import load_cluster, write_cluster
 from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.explain import explain
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.profile import LOCAL_NETWORK, Host, slowdown
+from horizonml.planner.reasons import compare, drawback
 from horizonml.planner.search import plain_ddp
-from horizonml.profiling.contention import crowds, levels, turns, with_contention
+from horizonml.profiling.probe import crowds, levels, turns, with_contention
 from tests.unit.test_planner import FAST, one_host, predict, profile
 
 CURVE = ((1.0, 1.0), (2.0, 1.1), (4.0, 1.5))

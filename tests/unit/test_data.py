@@ -14,8 +14,7 @@ from PIL import ExifTags, Image
 from horizonml.data import files
 from horizonml.data.choose import agree, describe, load
 from horizonml.data.dataset import Data
-from horizonml.data.files import FolderSource, load_torchvision
-from horizonml.data.pictures import pixels_of, read_picture
+from horizonml.data.files import FolderSource, load_torchvision, pixels_of, read_picture
 from horizonml.data.sampler import Sampler
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError

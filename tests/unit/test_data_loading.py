@@ -15,9 +15,8 @@ import torch
 from PIL import Image
 
 from horizonml.data.choose import describe, load
-from horizonml.data.dataset import Data, DataBatch, stand_ins
+from horizonml.data.dataset import Data, DataBatch, NeededRows, stand_ins
 from horizonml.data.loading import Ahead, LoadedBatch
-from horizonml.data.needs import NeededRows
 from horizonml.data.sampler import Sampler
 from horizonml.data.spec import DataSpec
 from horizonml.data.workers import Processes, Threads, Workers, workers_for

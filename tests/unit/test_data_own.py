@@ -14,9 +14,8 @@ from torch.utils.data import TensorDataset, random_split
 
 from horizonml.api.jobs import make_job
 from horizonml.data.choose import agree, describe, load
-from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.dataset import Data, DataInfo, TensorSpec
 from horizonml.data.spec import DataSpec
-from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError, JobError
 from horizonml.job.jobfile import parse
 from tests.datasets import Points

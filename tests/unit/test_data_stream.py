@@ -20,8 +20,8 @@ from PIL import Image
 
 from horizonml.data import origin
 from horizonml.data.choose import describe
+from horizonml.data.dataset import NeededRows
 from horizonml.data.loading import Ahead
-from horizonml.data.needs import NeededRows
 from horizonml.data.origin import Origin, StreamShard
 from horizonml.data.sampler import ShardSampler, sampler_for
 from horizonml.data.spec import DataSpec

@@ -11,9 +11,8 @@ import torch
 
 from horizonml.data.choose import agree, describe, load
 from horizonml.data.columns import Column, with_scale
-from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.dataset import Data, DataInfo, TensorSpec
 from horizonml.data.spec import DataSpec
-from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError
 from tests.programs import need_package
 from tests.unit.test_data_own import described, loaded, read_all

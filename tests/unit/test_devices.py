@@ -12,13 +12,13 @@ import pytest
 from horizonml.errors import JobError
 from horizonml.job.jobfile import parse, read_devices, read_plan, write_plan
 from horizonml.plan.plan import Plan, Stage, Sync
-from horizonml.planner.alternatives import compare, remedy, shortage
 from horizonml.planner.choose import choose
 from horizonml.planner.devices import load_cluster, write_cluster, write_profile
 from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.explain import explain, rows
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Host, Network, Profile
+from horizonml.planner.reasons import compare, remedy, shortage
 from horizonml.planner.search import search
 from horizonml.planner.strategies import fixed_plan, needs_profile, problem_for, syncs_of
 from tests.unit.test_planner import profile

@@ -18,7 +18,7 @@ from horizonml.machine import accelerator
 from horizonml.machine.accelerator import Compute
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
-from horizonml.plan.execution import PLAIN, Execution
+from horizonml.plan.plan import PLAIN, Execution
 from horizonml.planner.devices import read_profile, write_profile
 from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.profiling.execution import (

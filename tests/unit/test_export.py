@@ -20,12 +20,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from horizonml.api.exports import graphs
+from horizonml.api.exports import formats
 from horizonml.api.exports.export import Exported, export
 from horizonml.api.exports.formats import ComparedSamples, ExportFormat, check_weights, compare
 from horizonml.api.exports.trained import Trained, load_trained
-from horizonml.data.dataset import DataInfo
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import DataInfo, TensorSpec
 from horizonml.errors import CheckpointError, ExportError, JobError
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
@@ -228,21 +227,21 @@ def two_inputs() -> tuple[Trained, ComparedSamples]:
 
 def test_several_inputs_and_outputs_keep_their_names(tmp_path: Path) -> None:
     trained, samples = two_inputs()
-    graphs.write(ExportFormat.ONNX, trained, samples, tmp_path / "model.onnx")
+    formats.write(ExportFormat.ONNX, trained, samples, tmp_path / "model.onnx")
     graph = onnx.load(tmp_path / "model.onnx").graph
     assert [one.name for one in graph.input] == ["words", "mask"]
     assert [one.name for one in graph.output] == ["logits", "pooled"]
-    graphs.write(ExportFormat.TORCH_EXPORT, trained, samples, tmp_path / "model.pt2")
+    formats.write(ExportFormat.TORCH_EXPORT, trained, samples, tmp_path / "model.pt2")
     for kind, name in ((ExportFormat.ONNX, "model.onnx"), (ExportFormat.TORCH_EXPORT, "model.pt2")):
-        assert graphs.verify(kind, trained, samples, tmp_path / name).difference < 1e-5
+        assert formats.verify(kind, trained, samples, tmp_path / name).difference < 1e-5
         swapped = replace(samples, inputs=(samples.inputs[0].flip(1), samples.inputs[1] * torch.rand(6, 6)))
         changed = replace(trained, module=nn.Module())
         changed.module.forward = lambda words, mask: {  # type: ignore[method-assign]
             key: value + (key == "pooled") for key, value in trained.module(words, mask).items()
         }
-        assert graphs.verify(kind, trained, swapped, tmp_path / name).difference < 1e-5
+        assert formats.verify(kind, trained, swapped, tmp_path / name).difference < 1e-5
         with pytest.raises(ExportError, match="output 1 differs"):
-            graphs.verify(kind, changed, samples, tmp_path / name)
+            formats.verify(kind, changed, samples, tmp_path / name)
 
 
 def test_without_the_data_it_is_noise_and_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

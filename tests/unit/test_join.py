@@ -26,10 +26,9 @@ from horizonml.rendezvous.discovery.finding import ServiceAddress, at
 from horizonml.rendezvous.messages import Nothing
 from horizonml.rendezvous.server import Answer, Peer
 from horizonml.rendezvous.service import Handlers, Service, at_once
-from horizonml.runtime.lobby.child import Child
 from horizonml.runtime.lobby.join import Ending, Joiner
-from horizonml.runtime.lobby.offer import note_lineage, offer
-from horizonml.runtime.lobby.prepare import JoinSettings, take_folder
+from horizonml.runtime.lobby.offer import JoinSettings, note_lineage, offer, take_folder
+from horizonml.runtime.lobby.rank import Child
 from horizonml.runtime.lobby.up import Up, UpSettings, own_address
 from horizonml.runtime.lobby.view import DeviceLines, rows
 from horizonml.security.tls import server_context

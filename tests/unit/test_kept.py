@@ -17,12 +17,11 @@ from horizonml.cli.options import _note_measure_again
 from horizonml.comm.group import Group
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
-from horizonml.plan.execution import PLAIN
+from horizonml.plan.plan import PLAIN
 from horizonml.profiling import kept
-from horizonml.profiling.contention import _key, _read, curve_of, is_doubtful
 from horizonml.profiling.measure import cached_profile, compare_with_run, kept_profile, settled
-from horizonml.profiling.probe import probe_network
-from horizonml.rendezvous.discovery import device
+from horizonml.profiling.probe import _key, _read, curve_of, is_doubtful, probe_network
+from horizonml.rendezvous.discovery import records
 from horizonml.tasks.task import InputSpec
 
 KEY = {"model": "digits"}
@@ -124,8 +123,8 @@ def test_a_run_that_is_faster_than_its_profile_says_has_it_measured_again(model:
 def test_the_first_product_does_not_tell_how_fast_a_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts the threads; by it, a device of 218 GFLOP/s was taken for one of 3."""
     times = itertools.chain([1.0], itertools.repeat(1e-3))
-    monkeypatch.setattr(device, "_time_product", lambda matrix: next(times) * (matrix.shape[0] / 256) ** 3)
-    assert device.measure_gflops.__wrapped__(0.3) == pytest.approx(2 * 256**3 / 1e-3 * 1e-9, rel=0.01)
+    monkeypatch.setattr(records, "_time_product", lambda matrix: next(times) * (matrix.shape[0] / 256) ** 3)
+    assert records.measure_gflops.__wrapped__(0.3) == pytest.approx(2 * 256**3 / 1e-3 * 1e-9, rel=0.01)
 
 
 class BusyPeer:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import TensorSpec
 from horizonml.errors import ModelError
 from horizonml.models.boundary import values_of
 from horizonml.models.cutting import cut
-from horizonml.models.gpt import GPT
+from horizonml.models.libraries import GPT
 from horizonml.models.spec import ModelSpec
 from horizonml.models.structure import Structure
 from horizonml.models.weights import untie

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from horizonml.machine.resources import killed_in_container, killed_on_machine
+from horizonml.machine.host import killed_in_container, killed_on_machine
 from horizonml.telemetry.lifeline import Lifeline, Trace, explain_last
 from tests.distributed.processes import wait_for
 

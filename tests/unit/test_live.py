@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from horizonml.report.history import describe
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import RunState
-from horizonml.report.records import load_run
+from horizonml.report.records import describe, load_run
 from horizonml.report.summary import summarise
 from horizonml.report.top import ASCII, UNICODE, frame, sparkline
 from horizonml.telemetry.log import Tails

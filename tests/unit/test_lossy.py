@@ -11,7 +11,7 @@ from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.search import search
-from horizonml.runtime.capacity import trial_steps
+from horizonml.runtime.checks import trial_steps
 from horizonml.runtime.guarding import Score, guarded_kinds
 
 ONE, TWO = (1.0,), (1.0, 1.0)

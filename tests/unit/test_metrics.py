@@ -19,19 +19,17 @@ from horizonml.engine.clock import StepResult, Totals
 from horizonml.errors import PeerLost
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
-from horizonml.machine.host import MachineInfo, device_name
-from horizonml.machine.resources import memory_left, memory_used, throttled_seconds
+from horizonml.machine.host import MachineInfo, device_name, memory_left, memory_used, throttled_seconds
 from horizonml.machine.signals import StopRequest
 from horizonml.plan.plan import Plan, Stage
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.messages import Lost
 from horizonml.runtime.worker import Worker, noticed_after
-from horizonml.telemetry.http import Limits
+from horizonml.telemetry.http import Limits, MetricsServer
 from horizonml.telemetry.metrics import Metrics
-from horizonml.telemetry.progress import Lines
 from horizonml.telemetry.record import EvaluationRecord, StateSource, StepRecord
+from horizonml.telemetry.recorder import Lines
 from horizonml.telemetry.run_info import JobFacts, PlanFacts, RunInfo
-from horizonml.telemetry.server import MetricsServer
 from tests.web import get
 
 

@@ -19,9 +19,8 @@ from horizonml.job.jobfile import from_values, parse, read_devices, read_plan, w
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.spec import Parallel
-from horizonml.planner.choose import best_plan, fastest_plan, is_better, with_objective
+from horizonml.planner.choose import best_plan, energy_facts, energy_of, fastest_plan, is_better, with_objective
 from horizonml.planner.devices import load_cluster
-from horizonml.planner.energy import energy_facts, energy_of
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import explain
 from horizonml.planner.problem import FOR_STEPS, Constraints, Objective, Problem, Watts, check_watts

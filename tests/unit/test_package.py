@@ -15,9 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from horizonml.data.choose import load
-from horizonml.data.dataset import DataInfo
+from horizonml.data.dataset import DataInfo, TensorSpec
 from horizonml.data.spec import DataSpec
-from horizonml.data.tensors import TensorSpec
 from horizonml.errors import MissingPackage
 from horizonml.machine import code
 from tests.commands import command

@@ -16,8 +16,7 @@ from horizonml.errors import HorizonError, JobError
 from horizonml.plan.plan import Plan, Stage
 from horizonml.report.live_facts import Series
 from horizonml.report.page.describe import ACTIVATIONS, GRADIENTS, flows
-from horizonml.report.page.server import PageAccess, PageServer, static_files
-from horizonml.report.page.watcher import encode
+from horizonml.report.page.server import PageAccess, PageServer, encode, static_files
 from horizonml.security.token import make_token
 from horizonml.telemetry.http import parse
 from tests.commands import command

@@ -12,12 +12,12 @@ from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner import simulate
-from horizonml.planner.alternatives import remedy
 from horizonml.planner.choose import choose
 from horizonml.planner.cost import Ring
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.problem import Constraints, Loading, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
+from horizonml.planner.reasons import remedy
 from horizonml.planner.search import equal_split, search
 from horizonml.planner.simulate import Prediction
 from horizonml.planner.strategies import fixed_plan, needs_profile, problem_for

@@ -14,9 +14,8 @@ import pytest
 
 from horizonml.errors import JobError
 from horizonml.machine import yielding
-from horizonml.machine.resources import own_seconds, share_of_others
+from horizonml.machine.host import own_seconds, share_of_others
 from horizonml.machine.sensors import hottest
-from horizonml.machine.unit import unit
 from horizonml.machine.yielding import (
     ACTIVE_SECONDS,
     CALM_SECONDS,
@@ -28,6 +27,7 @@ from horizonml.machine.yielding import (
     Policy,
     desktops_idle,
     terminals_idle,
+    unit,
 )
 from tests.programs import need
 

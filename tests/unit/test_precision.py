@@ -11,20 +11,17 @@ import pytest
 from horizonml.comm import group
 from horizonml.errors import JobError
 from horizonml.job.jobfile import changed, parse
-from horizonml.plan import gradients
-from horizonml.plan.execution import Execution
+from horizonml.plan import syncs
 from horizonml.plan.local import Local
-from horizonml.plan.plan import FORMATS, SYNCS, Plan, Stage, Sync
-from horizonml.planner.alternatives import alternatives
+from horizonml.plan.plan import FORMATS, SYNCS, Execution, Plan, Stage, Sync
 from horizonml.planner.choose import best_plan, choose
-from horizonml.planner.cost import Ring, synced_bytes
+from horizonml.planner.cost import Ring, gentlest, outer_cost, summed_bytes, synced_bytes
 from horizonml.planner.devices import read_profile, write_profile
 from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.explain import explain
-from horizonml.planner.outer import gentlest, outer_cost, summed_bytes
 from horizonml.planner.problem import Objective, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
-from horizonml.planner.reasons import chosen_inexact, inexact_parts
+from horizonml.planner.reasons import alternatives, chosen_inexact, inexact_parts
 from horizonml.planner.search import data_parallel, plain_ddp
 from horizonml.planner.strategies import problem_for
 from tests.traffic import traffic
@@ -207,7 +204,7 @@ def test_bytes_are_those_of_the_links_and_of_the_sums() -> None:
     )
     small = replace(problem, profiles=[profile(parameters=1000)] * 3, hosts=[Host((0, 1, 2), 3.0, 1e12)])
     assert traffic(small, replicas(None, 3)).sums == ((12000.0, 6000.0, 6000.0),), "along a tree"
-    assert group._ARITY == gradients.TREE_ARITY
+    assert group._ARITY == syncs.TREE_ARITY
 
 
 def test_for_many_devices_other_plans_are_derived_from_the_exact_one() -> None:

@@ -61,7 +61,7 @@ OPENS = """
 """
 NEEDS_MORE = """
     import resource
-    from horizonml.machine.resources import raise_descriptor_limit
+    from horizonml.machine.host import raise_descriptor_limit
     from horizonml.runtime import process
 
     def action():

@@ -23,7 +23,7 @@ from horizonml.models.proof import prove
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.runtime.agreement import model_for
-from horizonml.runtime.cuts import proven_cutting
+from horizonml.runtime.checks import proven_cutting
 from horizonml.tasks.task import InputSpec, WrongClass, check_classes
 
 IMAGES = InputSpec.of((1, 8, 8))

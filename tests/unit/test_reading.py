@@ -14,7 +14,7 @@ import pytest
 from horizonml.errors import JobError
 from horizonml.job.jobfile import load, parse, read_plan
 from horizonml.planner.devices import load_cluster, read_profile
-from horizonml.spec import reading
+from horizonml.spec import base
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "job": load,
@@ -68,7 +68,7 @@ def test_a_pipe_of_the_shell_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch)
     assert load(Path(f"/dev/fd/{read}")).epochs == 3
     feeder.join()
     os.close(read)
-    monkeypatch.setattr(reading, "_SECONDS", 0.1)
+    monkeypatch.setattr(base, "_SECONDS", 0.1)
     read, write = os.pipe()
     with pytest.raises(JobError, match="delivered no end within"):
         load(Path(f"/dev/fd/{read}"))

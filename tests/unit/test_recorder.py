@@ -8,9 +8,8 @@ from horizonml.report.records import load_run
 from horizonml.telemetry.lifeline import Lifeline, Trace
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.metrics import Metrics
-from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.record import StateSource
-from horizonml.telemetry.recorder import Recorder
+from horizonml.telemetry.recorder import Recorder, Silent
 from tests.distributed.processes import wait_for
 from tests.unit.test_metrics import INFO, STEP, values
 

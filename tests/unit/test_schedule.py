@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from horizonml.plan.actions import Action, Kind, Lanes, most_held, with_update
-from horizonml.plan.schedules import SCHEDULES
+from horizonml.plan.schedules import SCHEDULES, Action, Kind, Lanes, most_held, with_update
 
 SECONDS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 ODD_LANES: list[Lanes] = [

@@ -11,17 +11,15 @@ from pathlib import Path
 import pytest
 
 from horizonml.job.jobfile import parse
-from horizonml.plan.actions import Kind
 from horizonml.plan.plan import Plan, Stage
-from horizonml.plan.schedules import SCHEDULES
+from horizonml.plan.schedules import SCHEDULES, Kind
 from horizonml.planner.choose import choose
 from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
-from horizonml.planner.search import search
+from horizonml.planner.search import search, widened
 from horizonml.planner.simulate import predict
 from horizonml.planner.strategies import fixed_plan, needs_profile, problem_for
-from horizonml.planner.subset import widened
 
 NETWORK = Network(1e-6, 1e10)
 

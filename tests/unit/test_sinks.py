@@ -17,9 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from horizonml.errors import JobError
 from horizonml.telemetry.fields import Point
 from horizonml.telemetry.log import read_lines
-from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.record import StateSource, StepRecord
-from horizonml.telemetry.recorder import Recorder
+from horizonml.telemetry.recorder import Recorder, Silent
 from horizonml.telemetry.run_info import RunInfo
 from horizonml.telemetry.sinks import Feed, Feeds, check_packages, scalars
 from horizonml.telemetry.spec import TelemetrySpec

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from horizonml.engine.sync.channels import find_pairs
 from horizonml.errors import ModelError
-from horizonml.models.chain import Chain
-from horizonml.models.channels import find_pairs
+from horizonml.models.cutting import Chain
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.tasks.task import InputSpec

@@ -8,10 +8,9 @@ import pytest
 
 from horizonml.errors import JobError, PlanError
 from horizonml.job.jobfile import json_schema, parse
-from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.plan.plan import STRATEGIES, Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.spec import Strategy
-from horizonml.plan.strategies import STRATEGIES
 from horizonml.planner.choose import choose
 from horizonml.planner.cost import synced_bytes
 from horizonml.planner.evaluator import judge

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from horizonml.data.dataset import DataInfo
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.dataset import DataInfo, TensorSpec
 from horizonml.errors import DataError, JobError, ModelError
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
+from horizonml.profiling.execution import try_threads
 from horizonml.profiling.measure import measure
-from horizonml.profiling.threads import try_threads
 from horizonml.tasks.choose import channels_for, task_for
 from horizonml.tasks.classification import Classification
 from horizonml.tasks.language_model import LanguageModel

@@ -15,8 +15,8 @@ from horizonml.job.schema import Job
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.planner.profile import Host
-from horizonml.profiling import threads
-from horizonml.profiling.threads import choose_threads, fewest, try_threads
+from horizonml.profiling import execution
+from horizonml.profiling.execution import choose_threads, fewest, try_threads
 from horizonml.tasks.task import InputSpec
 
 
@@ -59,7 +59,7 @@ def test_a_choice_is_remembered_for_the_load_that_it_was_made_under(
 ) -> None:
     """Four threads are twenty times slower on a busy machine than one, and were the default."""
     group, job, host = Group(None, 0, 1, 60.0), Job(batch_size=16), Host((0,), 4.0, 1e9)
-    monkeypatch.setattr(threads, "try_threads", lambda *_: {1: 1.0, 2: 3.0, 4: 20.0})
+    monkeypatch.setattr(execution, "try_threads", lambda *_: {1: 1.0, 2: 3.0, 4: 20.0})
     assert choose_threads(job, model, group, host) == 1
     # Busy and idle devices have a choice each, and others' work comes and goes.
     for _ in range(2):

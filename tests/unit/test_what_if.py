@@ -18,8 +18,7 @@ from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.plan.lossy import Tried
 from horizonml.planner.changes import MOST_RANKS, apply_changes, read_changes
-from horizonml.planner.choose import choose
-from horizonml.planner.energy import energy_of
+from horizonml.planner.choose import choose, energy_of
 from horizonml.planner.evaluator import judge
 from horizonml.planner.problem import Problem, Watts
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile

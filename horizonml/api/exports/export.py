@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from horizonml.api.exports import graphs
+from horizonml.api.exports import formats
 from horizonml.api.exports.card import Subject, write_card
 from horizonml.api.exports.formats import AUTO, ExportFormat, check_weights, choose_format, find_samples, noise
 from horizonml.api.exports.trained import info_of, job_of, load_trained, mapped_weights, refuse_incomplete_data
@@ -147,10 +147,10 @@ class _Graph:
             samples = find_samples(trained.job.data, trained.info, self._verify, cache_folder() / "data")
         else:
             samples = noise(trained.info, 1, "nothing is verified")
-        graphs.write(self._format, trained, samples, draft)
+        formats.write(self._format, trained, samples, draft)
         check = "not verified"
         if self._verify:
-            check = f"{samples.words}: {graphs.verify(self._format, trained, samples, draft).words()}"
+            check = f"{samples.words}: {formats.verify(self._format, trained, samples, draft).words()}"
         values = sum(tensor.numel() for tensor in trained.module.state_dict().values())
         return Subject(
             draft,

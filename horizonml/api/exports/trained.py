@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_flatten
 from horizonml.data.choose import describe
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import CheckpointError, DataError, JobError, MissingPackage, ModelError
-from horizonml.job.foreign import code_fields
-from horizonml.job.jobfile import overridden
+from horizonml.job.jobfile import code_fields, overridden
 from horizonml.job.schema import Job
 from horizonml.models.weights import aliases
 from horizonml.models.zoo import build, construct

@@ -34,7 +34,7 @@ from horizonml.comm.work import Work
 from horizonml.engine.staging import CPU
 from horizonml.engine.sync.base import Members, SyncedBuffers, trainable
 from horizonml.errors import ModelError, PeerLost
-from horizonml.plan.gradients import BUCKET_BYTES, TREE_BYTES, TREE_BYTES_ON_ONE_HOST, in_buckets
+from horizonml.plan.syncs import BUCKET_BYTES, TREE_BYTES, TREE_BYTES_ON_ONE_HOST, in_buckets
 from horizonml.state.parts import TensorSplit
 
 

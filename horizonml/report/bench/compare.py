@@ -8,7 +8,7 @@ from pathlib import Path
 from horizonml.errors import JobError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
-from horizonml.plan.strategies import facts_of
+from horizonml.plan.plan import facts_of
 from horizonml.report import charts, run_plots
 from horizonml.report.bench.study import (
     Case,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
-from horizonml.plan.strategies import facts_of
+from horizonml.plan.plan import facts_of
 from horizonml.report import charts
 from horizonml.report.bench.compare import MEASURED, strategy_changes
 from horizonml.report.bench.study import (

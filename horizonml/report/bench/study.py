@@ -22,8 +22,7 @@ from pydantic import BaseModel, ConfigDict
 from horizonml.errors import HorizonError, JobError
 from horizonml.files import write_atomically, writing
 from horizonml.job.schema import Job
-from horizonml.machine.host import MachineInfo, machine_info, versions
-from horizonml.machine.resources import OtherWork, available_cores, memory_limit
+from horizonml.machine.host import MachineInfo, OtherWork, available_cores, machine_info, memory_limit, versions
 from horizonml.report.records import RecordedRun, load_run
 from horizonml.report.section import NOTE, ReportTable, Value, number_rows, write_numbers
 from horizonml.report.summary import Summary, summarise, traffic

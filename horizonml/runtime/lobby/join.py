@@ -24,12 +24,11 @@ from horizonml.rendezvous.device_messages import (
     RunStatus,
 )
 from horizonml.rendezvous.devices import DeviceHeartbeat, measure_link
-from horizonml.rendezvous.discovery.device import this_device
 from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_clocks
 from horizonml.rendezvous.discovery.finding import ServiceAddress
-from horizonml.runtime.lobby.child import Child, Progress, secret
-from horizonml.runtime.lobby.offer import confinement, job_text
-from horizonml.runtime.lobby.prepare import CalledAway, JoinPreparation, JoinSettings, take_folder
+from horizonml.rendezvous.discovery.records import this_device
+from horizonml.runtime.lobby.offer import CalledAway, JoinPreparation, JoinSettings, confinement, job_text, take_folder
+from horizonml.runtime.lobby.rank import Child, Progress, secret
 from horizonml.runtime.lobby.view import device_words
 from horizonml.security.tls import client_context
 from horizonml.text import count, printable

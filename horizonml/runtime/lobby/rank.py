@@ -1,4 +1,4 @@
-"""Runs the process that becomes a rank: `python -m horizonml.runtime.lobby.rank`.
+"""The process that becomes this device's rank: how it is started, ended and followed, and what it runs.
 
 It loads PyTorch while devices still gather, which takes seconds on a small board, and waits for its orders on standard
 input: first the job's file, then the rank. Nothing secret is on its command line.
@@ -8,12 +8,172 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
+import subprocess
 import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from horizonml.machine.code import python_module
 from horizonml.machine.network import METRICS, metrics_address
+from horizonml.machine.signals import LAUNCHER, explain_signal, launcher_name
+from horizonml.runtime.forkserver import start
 from horizonml.runtime.process import run_and_exit
+from horizonml.security.token import INSECURE, TOKEN, Token
+
+STOP_SECONDS = 60.0  # for a rank that was asked to stop, to finish its step and save
+_GRACE_SECONDS = 3.0  # for one that has no rank yet
+_UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "HORIZONML_JOIN")  # of a launcher above this process
+
+
+def secret(token: Token | None) -> dict[str, str]:
+    """Return the environment variable by which a rank may take part."""
+    return {TOKEN: token.text} if token is not None else {INSECURE: "1"}
+
+
+class Child:
+    """The process of this device's rank."""
+
+    def __init__(self, job: Path, fresh: bool = False, joins: bool = False) -> None:
+        """Start it, so that it loads what it needs and waits.
+
+        `fresh` says that the run starts over on all devices. A device that `joins` another one's run learns only at
+        the start of the training whether its folder holds a part of that run, so it does not look there before.
+        """
+        self._ready, ready = os.pipe()  # says that it has loaded everything
+        env = {name: value for name, value in os.environ.items() if name not in _UNSET}
+        self._process = start(
+            python_module("horizonml.runtime.lobby.rank"),
+            env={**env, LAUNCHER: launcher_name()},
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[ready],
+        )
+        os.close(ready)
+        self.began: float | None = None  # when it was given its rank, a time of `monotonic`
+        self._said: deque[str] = deque(maxlen=20)
+        self._reader = threading.Thread(target=self._pass_on, name="output", daemon=True)
+        self._reader.start()
+        self._order({"job": str(job), "fresh": fresh, "joins": joins, "ready": ready})
+
+    def begin(self, env: Mapping[str, str]) -> None:
+        """Let it train, as the environment says."""
+        self.began = time.monotonic()
+        self._order({"env": dict(env)})
+
+    @property
+    def loaded(self) -> bool:
+        """Return whether it has loaded everything and waits for its rank, or has ended."""
+        return bool(select.select([self._ready], [], [], 0)[0])
+
+    def poll(self) -> int | None:
+        """Return its exit code once it has ended."""
+        return self._process.poll()
+
+    def error(self) -> str:
+        """Return why it has ended, as far as it said so."""
+        code = self._process.returncode
+        self._reader.join(2.0)
+        if code is not None and code < 0:
+            return f"it was killed by {explain_signal(-code)}"
+        said = list(self._said)
+        starts = [number for number, line in enumerate(said) if line.startswith("error: ")]
+        if starts:
+            return "\n".join(said[starts[-1] :]).removeprefix("error: ")
+        return "\n".join(said[-5:]) or f"it ended with code {code} and said nothing"
+
+    def ask_to_stop(self) -> None:
+        """Ask it to finish its step, save, hand over what it holds, and end."""
+        if self.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def end(self, at_once: bool = False) -> None:
+        """See to it that it has ended when this returns; a rank that trains has a minute to stop by itself."""
+        self.ask_to_stop()
+        seconds = 0.0 if at_once else STOP_SECONDS if self.began is not None else _GRACE_SECONDS
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(2.0)
+        for stream in (self._process.stdin, self._process.stderr):
+            if stream is not None:
+                with suppress(BrokenPipeError):  # what it was told at its end was never written
+                    stream.close()
+        if self._ready >= 0:
+            os.close(self._ready)
+            self._ready = -1
+
+    def _order(self, values: Mapping[str, object]) -> None:
+        """Send it a line; that it has ended already is found out by `poll`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(values).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return
+
+    def _pass_on(self) -> None:
+        """Show what it says on standard error, and remember the last of it."""
+        assert self._process.stderr is not None
+        for raw in self._process.stderr:
+            line = raw.decode(errors="replace").rstrip("\n")
+            self._said.append(line)
+            if not line.startswith("error: "):  # which whoever started it reports, with what becomes of it
+                print(line, file=sys.stderr, flush=True)
+
+
+_LINE_SECONDS = 10.0
+_MOST_BYTES = 4 << 20  # read at a time
+
+
+class Progress:
+    """Follows the records of a rank."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Follow what the rank writes into the run's folder from now on."""
+        self._path = folder / f"rank-{rank}.jsonl"
+        self._place = self._path.stat().st_size if self._path.exists() else 0
+        self._rest = b""
+        self._told = 0.0
+        self.first: float | None = None  # when the first step was done, in seconds since 1970
+        self.step = 0
+
+    def look(self) -> str | None:
+        """Return a line about the training now and then, and None otherwise."""
+        last: dict[str, Any] | None = None
+        for record in self._new():
+            if record.get("kind") == "step":
+                last = record
+                self.first = self.first or float(record["time"])
+        if last is None:
+            return None
+        now = time.monotonic()
+        self.step = int(last["step"])
+        if now - self._told < _LINE_SECONDS:
+            return None
+        self._told = now
+        return f"step {self.step}, loss {last['loss']:.4f}, {last['batch'] / last['wall']:,.0f} samples/s"
+
+    def _new(self) -> list[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._place:  # an earlier run was moved away
+                    self._place = 0
+                file.seek(self._place)
+                content = self._rest + file.read(_MOST_BYTES)
+                self._place = file.tell()
+        except OSError:
+            return []
+        *lines, self._rest = content.split(b"\n")
+        return [json.loads(line) for line in lines if line]
 
 
 def main() -> None:
@@ -27,7 +187,7 @@ def main() -> None:
     job = load(Path(first["job"]))
     import horizonml.rendezvous.meeting
     import horizonml.runtime.worker
-    import horizonml.telemetry.server  # noqa: F401  (what takes time is loaded now)
+    import horizonml.telemetry.http  # noqa: F401  (what takes time is loaded now)
     from horizonml.state.shards import completed
 
     if not (first["fresh"] or first["joins"]) and completed(job.run_folder / "checkpoints", job):

@@ -23,13 +23,13 @@ from horizonml.rendezvous.device_messages import (
     RunOutcome,
 )
 from horizonml.rendezvous.devices import Device
-from horizonml.rendezvous.discovery.device import measure_gflops, this_device
 from horizonml.rendezvous.discovery.multicast import usable
+from horizonml.rendezvous.discovery.records import measure_gflops, this_device
 from horizonml.rendezvous.service import Service
 from horizonml.rendezvous.shared_files import FileServer
 from horizonml.runtime.lobby import terminal
-from horizonml.runtime.lobby.child import Child, Progress, secret
 from horizonml.runtime.lobby.offer import check_wanted, job_text, lineage_of, needed, note_lineage, offer
+from horizonml.runtime.lobby.rank import Child, Progress, secret
 from horizonml.runtime.lobby.view import View, rows, view
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token
