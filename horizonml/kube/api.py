@@ -256,10 +256,7 @@ class KubeCluster:
             seconds = time.monotonic() - started
             after = dict(zip(pods, threads.map(self._metrics, pods.values()), strict=True))
         nodes, everything = self._nodes()
-        conditions = {
-            rank: condition(pod, self._last_words(pod), nodes, everything or list(pods.values()))
-            for rank, pod in pods.items()
-        }
+        conditions = {rank: condition(pod, nodes, everything or list(pods.values())) for rank, pod in pods.items()}
         for rank in range(wanted):
             conditions.setdefault(rank, PodCondition(PodState.MISSING))
         rows = []
@@ -283,21 +280,6 @@ class KubeCluster:
         except (ApiException, urllib3.exceptions.HTTPError):
             return [], []
         return [self._plain(node) for node in nodes], [self._plain(pod) for pod in pods]
-
-    def _last_words(self, pod: Object) -> str:
-        """Return the last error line of a container that has ended."""
-        statuses = pod["status"].get("containerStatuses") or []
-        if not any(status.get("restartCount") or "terminated" in (status.get("state") or {}) for status in statuses):
-            return ""
-        running = any("running" in (status.get("state") or {}) for status in statuses)
-        try:
-            text = self._core.read_namespaced_pod_log(
-                pod["metadata"]["name"], self.namespace, previous=running, tail_lines=50, _request_timeout=_TIMEOUT
-            )
-        except (ApiException, urllib3.exceptions.HTTPError):
-            return ""
-        lines = [line for line in (text or "").splitlines() if line.startswith("error: ")]
-        return lines[-1].removeprefix("error: ") if lines else ""
 
     def follow_log(
         self, rank: int, tail: int | None, follow: bool, show: Callable[[int, str], None], stop: threading.Event

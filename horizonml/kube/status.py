@@ -17,7 +17,7 @@ from kubernetes.utils.quantity import parse_quantity
 from prometheus_client.parser import text_string_to_metric_families
 
 from horizonml.machine.signals import explain_signal
-from horizonml.text import human_bytes
+from horizonml.text import human_bytes, printable
 
 PHASES = ("compute", "transfer", "wait")
 Samples = dict[str, float]
@@ -199,8 +199,8 @@ class PodCondition:
         return self.detail or self.state.value
 
 
-def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Sequence[Object]) -> PodCondition:
-    """Return a worker's condition. `last_words` is the last error line of its log; `pods` are all pods on the nodes."""
+def condition(pod: Object, nodes: Sequence[Object], pods: Sequence[Object]) -> PodCondition:
+    """Return a worker's condition; `pods` are all pods on the nodes."""
     name = str(pod["metadata"]["name"])
     status = pod["status"]
     if pod["metadata"].get("deletionTimestamp"):
@@ -219,7 +219,7 @@ def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Seque
         if reason == "CreateContainerConfigError":
             return PodCondition(PodState.MISCONFIGURED, f"{name}: {waiting.get('message', reason)}")
         if reason == "CrashLoopBackOff" or "terminated" in state:
-            why = f"{name}: {_ending(pod, ended, last_words)}"
+            why = f"{name}: {_ending(pod, ended)}"
             return PodCondition(PodState.ENDED, why, reason or None, _fix(pod, ended))
         if "running" in state:
             ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or [])
@@ -227,7 +227,7 @@ def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Seque
             if ready or not again:  # a worker that is in the group again has no problem any more
                 return PodCondition(PodState.READY if ready else PodState.RUNNING)
             times = "once" if again == 1 else f"{again} times"
-            why = _ending(pod, ended, last_words) if ended else "Kubernetes does not know why it ended"
+            why = _ending(pod, ended) if ended else "Kubernetes does not know why it ended"
             why = f"{name}: restarted {times}; the last time {why}"
             return PodCondition(PodState.RUNNING, why, fix=_fix(pod, ended))
     for entry in status.get("conditions") or []:
@@ -241,8 +241,11 @@ def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Seque
     return PodCondition(PodState.OTHER, problem, status.get("phase"))
 
 
-def _ending(pod: Object, ended: Object, last_words: str) -> str:
-    """Return why a container has ended: the reason that Kubernetes gives, its exit code, and what lies behind it."""
+def _ending(pod: Object, ended: Object) -> str:
+    """Return why a container has ended: the reason and exit code that Kubernetes gives, and what the worker reported.
+
+    A worker writes its error into its termination message (see `horizonml.runtime.process.ENDING`).
+    """
     code, reason = ended.get("exitCode"), ended.get("reason")
     at = f" at {ended['finishedAt']}" if "finishedAt" in ended else ""
     facts = ", ".join(part for part in (reason if reason != "Error" else None, f"exit code {code}") if part)
@@ -258,7 +261,8 @@ def _ending(pod: Object, ended: Object, last_words: str) -> str:
     number = ended.get("signal") or (code - 128 if isinstance(code, int) and code > 128 else None)
     if number:
         return f"it was killed{at} ({facts}) by {explain_signal(number)}"
-    return f"it ended{at} ({facts})" + (f": {last_words}" if last_words else "; see its log")
+    message = printable(str(ended.get("message") or ""))
+    return f"it ended{at} ({facts})" + (f": {message}" if message else "; see its log")
 
 
 def _was_out_of_memory(ended: Object) -> bool:

@@ -24,12 +24,14 @@ from horizonml.machine.signals import explain_signal, watch_launcher
 from horizonml.text import escaped, plain_lines
 
 ENDING = "HORIZONML_ENDING"  # the file into which a process writes why it fails, for the one that has started it
+TOLD_ABOVE = "HORIZONML_TOLD_ABOVE"  # set if that one shows the error, so that it is not shown twice
 _PACKAGE = Path(horizonml.__file__).parent
 _BEGIN_SECONDS, _LOOK_SECONDS = 10.0, 0.25  # for a thread to begin, and between two looks
 _LAST_LINES = 15  # of what a process has said, if it could not say why it fails
 _AGAIN_SECONDS = 0.1  # until an interrupt that was lost is repeated
 _python_start = threading.Thread.start
 _endings: list[Path] = []  # the file of this process, if it has one
+_is_told_above = False
 
 
 def run_and_exit(action: Callable[[], object]) -> NoReturn:
@@ -53,7 +55,9 @@ def run_and_exit(action: Callable[[], object]) -> NoReturn:
 def _run(action: Callable[[], object]) -> int:
     """Run a process's action, print its error if it fails, and return the exit code."""
     watch_launcher()
+    global _is_told_above
     _endings[:] = [Path(path) for path in [os.environ.pop(ENDING, "")] if path]  # its own children have others
+    _is_told_above = bool(os.environ.pop(TOLD_ABOVE, ""))
     threading.Thread.start = _start  # type: ignore[method-assign, assignment]
     sys.unraisablehook = _interrupt_again
     faulthandler.enable()  # an instruction that the processor lacks, in PyTorch, would end this without a word
@@ -139,8 +143,9 @@ def _print_error(error: HorizonError) -> int:
 
 
 def report(error: str) -> None:
-    """Say why this process ends: on standard error, and to the process that has started it."""
-    print(f"error: {plain_lines(error)}", file=sys.stderr, flush=True)
+    """Say why this process ends: to the process that has started it, and on standard error unless that one does so."""
+    if not _is_told_above:
+        print(f"error: {plain_lines(error)}", file=sys.stderr, flush=True)
     for path in _endings:
         with suppress(OSError):
             path.write_text(error)

@@ -104,37 +104,37 @@ def test_lack_of_memory_names_the_request_and_the_nearest_node() -> None:
     here = [pod("a", "1800Mi", "pi-1"), pod("b", "1260Mi", "pi-2"), pod("c", "1Gi", "pi-2", phase="Succeeded")]
     assert requests(here[0], "memory") == 1800 << 20
     assert room(nodes[1], here, "memory") == (640 << 20, 1900 << 20)
-    found = condition(pod(**unscheduled("0/2 nodes are available: 2 Insufficient memory.")), "", nodes, here)
+    found = condition(pod(**unscheduled("0/2 nodes are available: 2 Insufficient memory.")), nodes, here)
     assert found.phase == "Pending"
     assert "worker-3: asks for memory 1Gi; the nearest node pi-2 has 640Mi left of 1.9Gi" in str(found.problem)
-    found = condition(pod(**unscheduled("0/2 nodes are available: 2 Insufficient cpu.")), "", nodes, here)
+    found = condition(pod(**unscheduled("0/2 nodes are available: 2 Insufficient cpu.")), nodes, here)
     assert "asks for cpu 0.2; the nearest node pi-" in str(found.problem)
     # Without the right to see nodes, what Kubernetes says is shown.
     message = "0/2 nodes are available: 2 Insufficient memory."
-    assert condition(pod(**unscheduled(message)), "", [], here).problem == f"worker-3: {message}"
+    assert condition(pod(**unscheduled(message)), [], here).problem == f"worker-3: {message}"
 
 
 def test_other_reasons_say_what_to_do() -> None:
-    unbound = condition(pod(**unscheduled("pod has unbound immediate PersistentVolumeClaims")), "", [], [])
+    unbound = condition(pod(**unscheduled("pod has unbound immediate PersistentVolumeClaims")), [], [])
     assert "no disk for claim data-worker-3" in str(unbound.problem)
-    image = condition(pod(node="pi-1", **container(state={"waiting": {"reason": "ImagePullBackOff"}})), "", [], [])
+    image = condition(pod(node="pi-1", **container(state={"waiting": {"reason": "ImagePullBackOff"}})), [], [])
     assert image.phase == "No image"
     assert "the image x:1 cannot be pulled on node pi-1" in str(image.problem)
     killed = {"waiting": {"reason": "CrashLoopBackOff"}}, {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
-    memory = condition(pod(**container(state=killed[0], lastState=killed[1])), "", [], [])
+    memory = condition(pod(**container(state=killed[0], lastState=killed[1])), [], [])
     assert "it ran out of memory (OOMKilled, exit code 137; limit 1Gi)" in str(memory.problem)
     assert "raise the limit with --memory, use more workers" in str(memory.fix)
-    wrong = {"waiting": {"reason": "CrashLoopBackOff"}}, {"terminated": {"exitCode": 2}}
-    crash = condition(pod(**container(state=wrong[0], lastState=wrong[1])), "optimizer.lr: -1", [], [])
+    wrong = {"waiting": {"reason": "CrashLoopBackOff"}}, {"terminated": {"exitCode": 2, "message": "optimizer.lr: -1"}}
+    crash = condition(pod(**container(state=wrong[0], lastState=wrong[1])), [], [])
     problem = "worker-3: it ended (exit code 2): optimizer.lr: -1"
     assert crash == PodCondition(PodState.ENDED, problem, "CrashLoopBackOff")
-    evicted = condition(pod(reason="Evicted", message="The node was low on resource: memory."), "", [], [])
+    evicted = condition(pod(reason="Evicted", message="The node was low on resource: memory."), [], [])
     assert evicted.problem == "worker-3: Evicted: The node was low on resource: memory."
     ready = {**container(state={"running": {}}), "conditions": [{"type": "Ready", "status": "True"}]}
-    assert condition(pod(**ready), "", [], []) == PodCondition(PodState.READY)
+    assert condition(pod(**ready), [], []) == PodCondition(PodState.READY)
     killed = {"terminated": {"exitCode": 137, "reason": "Error"}}
     healed = {**ready, **container(state={"running": {}}, lastState=killed, again=1)}
-    assert condition(pod(**healed), "", [], []) == PodCondition(PodState.READY)
+    assert condition(pod(**healed), [], []) == PodCondition(PodState.READY)
 
 
 def test_a_worker_that_runs_again_tells_why_it_ended() -> None:
@@ -147,12 +147,13 @@ def test_a_worker_that_runs_again_tells_why_it_ended() -> None:
         (1, {"exitCode": 132, "reason": "Error"}, "it was killed (exit code 132) by SIGILL; its processor lacks an"),
         (1, {"exitCode": 0, "signal": 11}, "it was killed (exit code 0) by SIGSEGV"),
         (1, {"exitCode": 163}, "it was killed (exit code 163) by signal 35"),
-        (1, {"exitCode": 3, "reason": "Error"}, "the last time it ended (exit code 3): rank 1 is lost"),
+        (1, {"exitCode": 3, "reason": "Error", "message": "rank 1 is lost"}, "the last "
+         "time it ended (exit code 3): rank 1 is lost"),
         (3, None, "worker-3: restarted 3 times; the last time Kubernetes does not know why it ended"),
     ]  # fmt: skip
     for again, ended, story in cases:
         state = container(state={"running": {}}, lastState={"terminated": ended} if ended else {}, again=again)
-        found = condition(pod(**state), "rank 1 is lost", [], [])
+        found = condition(pod(**state), [], [])
         assert found.phase == "Running"
         assert story in str(found.problem)
 
@@ -193,7 +194,7 @@ def test_workers_that_ran_out_of_memory_are_told_what_to_do_about_it_once() -> N
     free = pod("worker-4", **killed)
     del free["spec"]["containers"][0]["resources"]["limits"]
     pods = {2: pod("worker-2", **killed), 3: pod("worker-3", **killed), 4: free}
-    conditions = {rank: condition(one, "", [], []) for rank, one in pods.items()}
+    conditions = {rank: condition(one, [], []) for rank, one in pods.items()}
     rows = [RankStatus(3, "pi-1", "Training", plan_memory=1.25 * 2**30)]
     first, second, third = problems(rows, conditions)
     story = "restarted once; the last time it ran out of memory (OOMKilled, exit code 137; "

@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -22,9 +23,9 @@ from typing import Any
 
 from horizonml.machine.code import python_module
 from horizonml.machine.network import METRICS, metrics_address
-from horizonml.machine.signals import LAUNCHER, explain_signal, launcher_name
+from horizonml.machine.signals import LAUNCHER, launcher_name
 from horizonml.runtime.forkserver import start
-from horizonml.runtime.process import run_and_exit
+from horizonml.runtime.process import ENDING, TOLD_ABOVE, run_and_exit, why_it_failed
 from horizonml.security.token import INSECURE, TOKEN, Token
 
 STOP_SECONDS = 60.0  # for a rank that was asked to stop, to finish its step and save
@@ -47,10 +48,12 @@ class Child:
         the start of the training whether its folder holds a part of that run, so it does not look there before.
         """
         self._ready, ready = os.pipe()  # says that it has loaded everything
+        self._folder = tempfile.TemporaryDirectory(prefix="horizonml-")
+        self._ending = Path(self._folder.name) / "ending"
         env = {name: value for name, value in os.environ.items() if name not in _UNSET}
         self._process = start(
             python_module("horizonml.runtime.lobby.rank"),
-            env={**env, LAUNCHER: launcher_name()},
+            env={**env, LAUNCHER: launcher_name(), ENDING: str(self._ending), TOLD_ABOVE: "1"},
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=[ready],
@@ -78,15 +81,8 @@ class Child:
 
     def error(self) -> str:
         """Return why it has ended, as far as it said so."""
-        code = self._process.returncode
         self._reader.join(2.0)
-        if code is not None and code < 0:
-            return f"it was killed by {explain_signal(-code)}"
-        said = list(self._said)
-        starts = [number for number, line in enumerate(said) if line.startswith("error: ")]
-        if starts:
-            return "\n".join(said[starts[-1] :]).removeprefix("error: ")
-        return "\n".join(said[-5:]) or f"it ended with code {code} and said nothing"
+        return why_it_failed(self._process.returncode or 0, self._ending, list(self._said))
 
     def ask_to_stop(self) -> None:
         """Ask it to finish its step, save, hand over what it holds, and end."""
@@ -110,6 +106,7 @@ class Child:
         if self._ready >= 0:
             os.close(self._ready)
             self._ready = -1
+        self._folder.cleanup()
 
     def _order(self, values: Mapping[str, object]) -> None:
         """Send it a line; that it has ended already is found out by `poll`."""
@@ -126,8 +123,7 @@ class Child:
         for raw in self._process.stderr:
             line = raw.decode(errors="replace").rstrip("\n")
             self._said.append(line)
-            if not line.startswith("error: "):  # which whoever started it reports, with what becomes of it
-                print(line, file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
 
 
 _LINE_SECONDS = 10.0
