@@ -12,7 +12,8 @@ from torch import nn
 from horizonml.errors import ModelError
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.cutting import Chain, cut
-from horizonml.models.libraries import digits_cnn, timm_model
+from horizonml.models.libraries import timm_model
+from horizonml.models.small import digits_cnn
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.tasks.task import InputSpec, OutputSpec

@@ -198,8 +198,8 @@ def test_metrics_are_served_where_the_environment_says(tmp_path: Path, monkeypat
     monkeypatch.setenv("HORIZONML_METRICS", "9400x")
     child = Child(tmp_path / "job.yaml")
     wait_for(lambda: child.poll() is not None, "the end of a rank that cannot tell where to serve its metrics", 30)
-    child.end()
     assert child.error().startswith("--metrics ($HORIZONML_METRICS): '9400x' is not [HOST:]PORT")
+    child.end()
 
 
 def test_rank_0_is_met_where_the_others_reach_it() -> None:

@@ -14,7 +14,7 @@ from horizonml.data.dataset import TensorSpec
 from horizonml.errors import ModelError
 from horizonml.models.boundary import values_of
 from horizonml.models.cutting import cut
-from horizonml.models.libraries import GPT
+from horizonml.models.gpt import GPT
 from horizonml.models.spec import ModelSpec
 from horizonml.models.structure import Structure
 from horizonml.models.weights import untie

@@ -63,7 +63,7 @@ def test_models_of_ones_own_are_found_in_the_working_directory(own: Path) -> Non
 def test_models_of_packages_are_found() -> None:
     assert find("torch.nn:Sequential") is nn.Sequential
     assert find("torchvision.models:resnet18").__name__ == "resnet18"
-    assert find("horizonml.models.libraries:digits_cnn").__name__ == "digits_cnn"
+    assert find("horizonml.models.small:digits_cnn").__name__ == "digits_cnn"
 
 
 REFUSED = {
