@@ -168,7 +168,7 @@ class WebServer:
     async def _accept_all(self) -> None:
         while True:
             try:
-                connection, peer = await self._loop.sock_accept(self._listener)
+                connection, peer = await self._next()
             except OSError as error:  # it went away, or no descriptor is left, and then one is freed
                 _log.debug("a client of the %s could not be accepted: %s", self._name, error)
                 await self._drop_oldest(0)
@@ -178,6 +178,19 @@ class WebServer:
             self._clients[client] = None
             client.add_done_callback(partial(self._forget, connection))
             await self._drop_oldest(self._limits.clients)
+
+    async def _next(self) -> tuple[socket.socket, tuple[object, ...]]:
+        """Accept a connection. Raises OSError. Unlike `sock_accept`, this loses none when the server is closed."""
+        ready = asyncio.Event()
+        self._loop.add_reader(self._listener, ready.set)
+        try:
+            while True:
+                with suppress(BlockingIOError):
+                    return self._listener.accept()
+                ready.clear()
+                await ready.wait()
+        finally:
+            self._loop.remove_reader(self._listener)
 
     async def _drop_oldest(self, most: int) -> None:
         if len(self._clients) > most:

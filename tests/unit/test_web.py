@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -118,3 +119,23 @@ def test_a_request_is_read_with_its_query_and_headers() -> None:
 def test_a_header_cannot_begin_another_one() -> None:
     with pytest.raises(AssertionError):
         Reply(200, b"", headers={"X": "1\r\nSet-Cookie: a"}).encode()
+
+
+def test_a_server_that_is_closed_while_clients_connect_leaves_no_connection(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(60):
+        server, over = WebServer("page", ("127.0.0.1", 0), lambda request: Reply.text(200, "yes")), threading.Event()
+
+        def connect(port: int = server.port, over: threading.Event = over) -> None:
+            while not over.is_set():
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                    over.wait(0.001)
+
+        clients = [threading.Thread(target=connect) for _ in range(2)]
+        for client in clients:
+            client.start()
+        server.close()
+        over.set()
+        for client in clients:
+            client.join()
+    gc.collect()  # what is not closed is an error of the test
+    assert not caplog.records
