@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from horizonml.errors import IdentityError
 from horizonml.rendezvous.identity import from_rank
-from horizonml.runtime.life import Outcome
+from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.process import run_and_exit
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 

@@ -29,7 +29,8 @@ from horizonml.profiling.execution import choose_threads, execution_here, untrie
 from horizonml.runtime.checks import find_hosts, find_unreadable, why_untried
 from horizonml.runtime.group_plan import GroupPlan, Introduction, Introductions
 from horizonml.runtime.guarding import Guard
-from horizonml.runtime.life import Last, LeavesUnsaved, Life, Loaded, Outcome
+from horizonml.runtime.life import Last, Life, Loaded
+from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.recording import (
     assumed_problem,
     describe_members,

@@ -27,8 +27,8 @@ from horizonml.plan.spec import MOST_WORKERS
 from horizonml.planner.strategies import syncs_of
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.runtime.command import RENDEZVOUS, STOP_SECONDS, endpoint_for
-from horizonml.runtime.life import Outcome
 from horizonml.runtime.local import TOGETHER, LocalRun
+from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.sinks import check_packages

@@ -1,14 +1,12 @@
-"""Holds what a rank keeps from one group to the next, and lists the ways in which its training can end."""
+"""Holds what a rank keeps from one group to the next."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.data.workers import Processes, Workers, workers_for
-from horizonml.errors import CheckpointError
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.host import rss_bytes
@@ -24,22 +22,6 @@ from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.recorder import Outage
 from horizonml.telemetry.sinks import Feeds
-
-
-class Outcome(StrEnum):
-    """Tells why a training returned; the value is written to the rank's records."""
-
-    COMPLETE = "complete"
-    ALREADY_COMPLETE = "already complete"  # nothing was left to train
-    COMPLETE_WITHOUT = "complete without this rank"  # the others had trained to the end when it came
-    STOPPED = "stopped"  # this process was asked to stop
-    STOPPED_WAITING = "stopped waiting"  # likewise, before the ranks had met
-    RE_FORM = "re-form"  # the ranks must meet again, because another one stops or a new one wants to join
-    RE_PLAN = "re-plan"  # there is a better plan to go on with
-
-
-class LeavesUnsaved(CheckpointError):
-    """Reports that a rank which was asked to stop could not save; it still hands its layers over before it ends."""
 
 
 @dataclass(frozen=True)

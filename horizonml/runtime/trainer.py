@@ -22,7 +22,7 @@ from horizonml.errors import CheckpointError, Diverged, JobError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
-from horizonml.runtime.life import LeavesUnsaved, Outcome
+from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.follow import Following

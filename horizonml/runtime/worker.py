@@ -36,7 +36,8 @@ from horizonml.runtime.agreement import prepare
 from horizonml.runtime.checks import use_device
 from horizonml.runtime.command import token_of_rank
 from horizonml.runtime.generation import Generation
-from horizonml.runtime.life import Life, Outcome
+from horizonml.runtime.life import Life
+from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.watchdog import Watchdog
 from horizonml.security.spec import SecuritySpec
 from horizonml.security.token import Token

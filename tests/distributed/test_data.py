@@ -29,7 +29,7 @@ from horizonml.machine.signals import StopRequest
 from horizonml.planner.strategies import fixed_plan
 from horizonml.runtime.agreement import describe_data, model_for
 from horizonml.runtime.checks import find_unreadable
-from horizonml.runtime.life import Outcome
+from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.trainer import Training
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.log import read_lines

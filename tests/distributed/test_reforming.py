@@ -14,7 +14,8 @@ from horizonml.errors import HorizonError, PeerLost
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.runtime.generation import Generation
-from horizonml.runtime.life import Life, Outcome
+from horizonml.runtime.life import Life
+from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import RunFolder
 from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.metrics import Metrics

@@ -23,7 +23,7 @@ from horizonml.plan.plan import FORMATS
 from horizonml.rendezvous.identity import Identity
 from horizonml.runtime import checks
 from horizonml.runtime.agreement import model_for
-from horizonml.runtime.life import Outcome
+from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.worker import Worker
 from horizonml.state.mirror import Packer
 from horizonml.state.spec import Ema

@@ -23,7 +23,7 @@ from horizonml.machine.signals import StopRequest
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
-from horizonml.runtime.life import Outcome
+from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.trainer import Training
 from horizonml.state.saver import find_best
 from horizonml.state.shards import STOPPING, Best, read_metadata, step_of, steps
