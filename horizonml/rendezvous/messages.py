@@ -94,8 +94,8 @@ class Fingerprint:
 
 
 _DIFFERENCES = {
-    "world_size": ("world size {}", "start all ranks with the same WORLD_SIZE"),
     "job": ("job {}", "start all ranks with the same job file"),
+    "world_size": ("world size {}", "start all ranks with the same WORLD_SIZE"),
     "digest": ("job digest {}", "start all ranks with the same job file and the same --set options"),
     "code": ("HorizonML {}", "install the same version everywhere"),
     "torch": ("PyTorch {}", "install the same version everywhere"),

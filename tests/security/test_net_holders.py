@@ -118,8 +118,8 @@ def another_job(target: Target) -> None:
     """Ranks of another run that come to this service are refused alone."""
     with target.raw() as peer:
         assert peer.ask({"do": "join", "id": number(), "join": asdict(rank(0, job="other", digest="d7"))}) == {}
-        verdict = until_verdict(peer)
-        assert "rank 0 of job other" in str(verdict["refused"])
+        # It is the other rank 0, or none of the group, depending on which of the two that run beats first.
+        assert "job other" in str(until_verdict(peer)["refused"])
 
 
 def until_verdict(peer: Any) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def test_after_a_restart_of_the_service_only_a_majority_goes_on_alone() -> None:
 def test_a_stranger_is_refused_alone_and_those_who_wait_are_told() -> None:
     for changes, words in (
         ({"job": "cifar"}, "rank 2 has job cifar"),
-        ({"job": "cifar", "world_size": 5}, "rank 2 has world size 5"),
+        ({"job": "cifar", "world_size": 5}, "rank 2 has job cifar"),
         ({"digest": "d2", "world_size": 5}, "rank 2 has world size 5"),
         ({"digest": "d2", "rank": 1, "pid": 666}, "rank 1 has job digest d2"),  # rank 1 is there already
     ):
