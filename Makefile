@@ -9,6 +9,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_VERSION ?= 2.13.0
 TORCHVISION_VERSION ?= 0.28.0
 export TORCH_INDEX TORCH_VERSION TORCHVISION_VERSION ALLOW_CUDA
+# Where it is set, every process that is started would compile the package once more.
+unexport PYTHONDONTWRITEBYTECODE
 
 BENCH_DATA ?= cifar10
 TENSORFLOW := examples/horovod_tensorflow

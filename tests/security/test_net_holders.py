@@ -83,12 +83,13 @@ def before_joining(target: Target) -> None:
 
 def twice(target: Target) -> None:
     """One connection speaks for one join, and no join has another's number."""
+    assert target.ranks is not None
+    members = target.ranks.members[0]._heartbeat._resume.id
     with target.raw() as peer, target.raw() as other:
-        one = number()
-        assert peer.ask({"do": "join", "id": one, "join": asdict(rank(0, job="mine"))}) == {}
+        assert peer.ask({"do": "join", "id": number(), "join": asdict(rank(0, job="mine"))}) == {}
         answer = peer.ask({"do": "join", "id": number(), "join": asdict(rank(1, job="mine"))})
         assert "speaks for another join" in answer["error"]
-        answer = other.ask({"do": "join", "id": one, "join": asdict(rank(1, job="mine"))})
+        answer = other.ask({"do": "join", "id": members, "join": asdict(rank(1, job="mine"))})
         assert "another's number" in answer["error"]
         answer = peer.ask({"do": "resume", "id": number(), "resume": GOOD, "beside": [0]})
         assert "speaks for another join" in answer["error"]
