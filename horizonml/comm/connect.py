@@ -281,7 +281,7 @@ class Connections:
         try:
             absent = self._soon(missing, seconds)
         except GLOO_ERRORS as error:
-            raise PeerLost(f"the rendezvous service did not answer within {seconds:.0f} s ({short(error)})") from error
+            raise PeerLost(f"the rendezvous service did not answer ({short(error)})") from error
         if absent:
             raise PeerLost(f"rank {', '.join(absent)} did not answer within {seconds:.0f} s")
         if self._over.is_set():

@@ -74,6 +74,9 @@ def connects(rank: int, world_size: int, store: Store) -> str:
     return str(caught.value)
 
 
+SECONDS = 5.0  # which a rank may be late on a busy machine
+
+
 def with_a_mute_service(rank: int, world_size: int, store: Store) -> list[tuple[str, float]]:
     """Connect further groups, and another first one, through a service (rank 2) that is stopped once a group exists."""
     if rank == 2:
@@ -81,7 +84,7 @@ def with_a_mute_service(rank: int, world_size: int, store: Store) -> list[tuple[
         return []
     port, pid, found = int(store.get("port")), int(store.get("pid")), list[tuple[str, float]]()
     membership = meeting(rank, 2, port)
-    group = Group(membership.store, rank, 2, 1.0)
+    group = Group(membership.store, rank, 2, SECONDS)
     store.set(f"there/{rank}", "")
     store.wait(["there/0", "there/1"], timedelta(seconds=60))
     if rank == 0:
@@ -90,7 +93,7 @@ def with_a_mute_service(rank: int, world_size: int, store: Store) -> list[tuple[
     store.wait(["mute"], timedelta(seconds=60))
     for connect in (
         lambda: group.all_gather(torch.zeros(1), (0, 1)),
-        lambda: Group(PrefixStore("second", membership.store), rank, 2, 1.0),
+        lambda: Group(PrefixStore("second", membership.store), rank, 2, SECONDS),
     ):
         began = time.monotonic()
         with pytest.raises(PeerLost) as caught:
@@ -111,5 +114,5 @@ def test_a_mute_service_holds_nobody_up_while_ranks_connect(pool: Pool) -> None:
         (further, first) = found
         assert further[0].startswith(f"rank {rank} could not connect to all other ranks: ")
         assert "no answer within 2.0 s" in further[0]
-        assert first[0].startswith("the rendezvous service did not answer within 1 s")
-        assert all(seconds < 1 + 5 for _, seconds in found)  # as for every wait that has a deadline
+        assert first[0].startswith("the rendezvous service did not answer ("), first
+        assert all(seconds < SECONDS + 5 for _, seconds in found)  # as for every wait that has a deadline
