@@ -194,7 +194,7 @@ def test_a_peer_with_the_token_that_misbehaves_does_no_harm(secured: Target, sub
 def test_who_is_slow_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handshake that comes byte by byte and is never finished, and a request that is none in the end."""
     for name in ("_HELLO_SECONDS", "_REQUEST_SECONDS"):
-        monkeypatch.setattr(server, name, 0.5)
+        monkeypatch.setattr(server, name, 1.5)
     token = make_token()
     for tls, said in ((server_context(token), client_hello()[:-1]), (None, encode(hello())[:-1])):
         with running(tls) as port, connect(port) as stranger:
@@ -204,7 +204,7 @@ def test_who_is_slow_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
                 stranger.sendall(bytes([byte]))
             with suppress(ConnectionError):
                 assert not stranger.recv(100)
-            assert 0.4 < time.monotonic() - began < 5.0
+            assert 1.4 < time.monotonic() - began < 20.0
     with running(None) as port, Raw(connect(port), greet=True) as peer, Raw(connect(port), greet=True) as endless:
         for byte in encode({"do": "status"}):
             peer.say(bytes([byte]))
@@ -212,7 +212,7 @@ def test_who_is_slow_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         endless.say(b"{")
         began = time.monotonic()
         assert endless.hear() == {}
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 20.0
 
 
 @contextmanager
