@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from typer.main import get_command
-
-from horizonml.cli.app import app
+from tests.commands import COMMAND
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -86,7 +84,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def parse_horizonml(arguments: list[str]) -> None:
     """Parse the arguments of `horizonml` as the command line does, without running anything. Raises on a mistake."""
-    command: Any = get_command(app)
+    command: Any = COMMAND
     name, rest = "horizonml", list(arguments)
     while rest and not rest[0].startswith("-") and hasattr(command, "commands"):
         name = rest.pop(0)
@@ -97,7 +95,7 @@ def parse_horizonml(arguments: list[str]) -> None:
 
 def options_of(arguments: list[str]) -> set[str] | None:
     """Return the options of the command that `horizonml` is given, or None if there is no such command."""
-    command: Any = get_command(app)
+    command: Any = COMMAND
     for word in arguments:
         if not hasattr(command, "commands"):
             break

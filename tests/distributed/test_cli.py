@@ -215,6 +215,7 @@ def test_ranks_started_by_hand_meet_at_a_service(folder: Path, start: Callable[.
     assert service.returncode == 0
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     service = start("rendezvous", "--port", "0")
     assert service.stdout is not None

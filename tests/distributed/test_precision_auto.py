@@ -59,6 +59,7 @@ def run(folder: Path, name: str, *settings: str) -> tuple[str, dict[str, Any], l
     return done.stdout, json.loads((folder / name / "planning.json").read_text()), losses[:5]
 
 
+@pytest.mark.slow
 def test_bf16_is_used_from_the_verdict_on_and_not_where_there_is_none(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
