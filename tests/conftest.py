@@ -46,6 +46,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Collect the garbage of a file of tests, which may hold open files and sockets."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
+        gc.freeze()  # with what was loaded meanwhile, the next collection would take a second
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
