@@ -45,7 +45,7 @@ from horizonml.text import human_seconds
 
 LINKS = ("100mbit", "100mbit", "50mbit", "50mbit", "20mbit")
 _MEASURED_SECONDS = 40  # of steps, at least
-_FEWEST = 4  # steps of a run
+_FEWEST = 4  # steps of a run; with --steps 4, of every run, whatever the automatic plan does between synchronisations
 _MOST_EVERY = 64  # steps between synchronisations, if the automatic plan takes local steps
 _FORMATS = ("fp32", "bf16", "int8", "int4")
 _SUMS = ("none", "fp16", "int4", "powersgd")
@@ -87,7 +87,7 @@ class Trial:
         """Train on all devices, or on one `alone`, and add what was measured to the row of this name."""
         whole = WHOLE_STEPS if job.parallel.gradient_compression == "powersgd" else 0
         steps = int(min(self._most, max(_FEWEST, _MEASURED_SECONDS / (predicted or 2))))
-        if job.parallel.strategy == "auto" and not job.parallel.is_exact:
+        if job.parallel.strategy == "auto" and not job.parallel.is_exact and self._most > _FEWEST:
             steps = max(steps, _MOST_EVERY + _FEWEST)
         print(f"{self._label} {name}: {steps} steps ...", flush=True)
         run = f"{self._label}-{name}".replace(",", "").replace(" ", "-")

@@ -82,6 +82,7 @@ class Visit:
         """Open the page, and wait until it shows the run."""
         self.page.goto(f"http://127.0.0.1:{server.port}/")
         self.page.wait_for_selector("#loss svg.chart, #loss .note")
+        self.page.wait_for_function("!['', 'reading'].includes(document.querySelector('#state').innerText)")
         return self.page
 
     def close(self) -> None:
