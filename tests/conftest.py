@@ -34,6 +34,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[_LEFT_OUT] = f"{len(left_out)} tests that need a GPU were left out: {reason}"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process a file at a time, but a page of the documentation, as some of them take long."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileOrPage(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if "[" in nodeid and "distributed/test_docs.py" in nodeid else super()._split_scope(nodeid)
+
+    return ByFileOrPage(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_finish() -> None:
     """Leave what is loaded by now out of all collections of garbage, each of which would take half a second."""
     gc.collect()
