@@ -104,7 +104,7 @@ def test_what_does_not_belong_together_is_refused_on_every_rank(pool: Pool, serv
     calls = [(join, (rank, 3), (service, digest)) for rank, digest in enumerate(("d1", "d2", "d1"))]
     for ok, result in pool.run_each(calls):
         assert ok, result
-        assert result["seconds"] < 15  # before their time-out has passed
+        assert result["seconds"] < 5
         assert all(word in result["error"] for word in ("job digest d1", "job digest d2", "rank 1"))
 
 
@@ -113,7 +113,7 @@ def test_missing_ranks_are_named_at_the_deadline(pool: Pool, service: int) -> No
     results = [result for _, result in pool.run_each(calls)]
     for result in results:
         assert "gave up after 1 s" in result["error"]
-        assert 0.9 < result["seconds"] < 20
+        assert 0.9 < result["seconds"] < 6  # at most 5 s after its deadline
     # Who gives up last has lost the other one, if the machine was slow to start them.
     assert any("waiting for rank 1, 3 to join" in result["error"] for result in results)
 
@@ -124,7 +124,7 @@ def test_a_service_that_cannot_be_reached_is_a_clear_error_at_the_deadline() -> 
         settings = RendezvousSettings("digits", "d1", timeout)
         with pytest.raises(RendezvousError) as caught:
             meet(Identity(0, 2, "test"), settings, Endpoint(host, port), Silent())
-        assert time.monotonic() - began < timeout + 20
+        assert time.monotonic() - began < timeout + 2
         return str(caught.value)
 
     with listen("127.0.0.1", 0) as mute:

@@ -204,7 +204,7 @@ def test_who_is_slow_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
                 stranger.sendall(bytes([byte]))
             with suppress(ConnectionError):
                 assert not stranger.recv(100)
-            assert 1.4 < time.monotonic() - began < 20.0
+            assert 1.4 < time.monotonic() - began < 6.0
     with running(None) as port, Raw(connect(port), greet=True) as peer, Raw(connect(port), greet=True) as endless:
         for byte in encode({"do": "status"}):
             peer.say(bytes([byte]))
@@ -212,7 +212,7 @@ def test_who_is_slow_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         endless.say(b"{")
         began = time.monotonic()
         assert endless.hear() == {}
-        assert time.monotonic() - began < 20.0
+        assert time.monotonic() - began < 6.0
 
 
 @contextmanager
