@@ -99,13 +99,13 @@ kind-up: images ## Make a Kubernetes cluster on this machine, with the image and
 		$(KIND) create cluster --name $(KIND_CLUSTER) --config $(KIND_CONFIG) \
 			$(if $(KIND_NODE_IMAGE),--image $(KIND_NODE_IMAGE))
 	$(KIND) load docker-image --name $(KIND_CLUSTER) $(IMAGE) $(KIND_LOAD)
-	$(KUBECTL) --context kind-$(KIND_CLUSTER) apply -f k8s/base/namespace.yaml
+	$(KUBECTL) --context kind-$(KIND_CLUSTER) apply -f k8s/namespace.yaml
 	$(KUBECTL) --context kind-$(KIND_CLUSTER) apply -k $(MONITORING)
-	@$(IN_KIND) get secret horizonml-token >/dev/null 2>&1 || \
-		$(PYTHON) scripts/new_token.py secret | $(IN_KIND) create -f -
+	@$(IN_KIND) get secret digits-token >/dev/null 2>&1 || \
+		$(PYTHON) scripts/new_token.py secret digits | $(IN_KIND) create -f -
 	@echo
 	@echo "The cluster is ready. Next: kubectl apply -k k8s/dp        (or k8s/mp, k8s/hybrid)"
-	@echo "Then watch: kubectl -n horizonml logs -f worker-0"
+	@echo "Then watch: kubectl -n horizonml logs -f digits-worker-0"
 	@echo "Dashboards: kubectl -n horizonml-monitoring port-forward svc/grafana 3000   -> http://localhost:3000"
 
 kind-down: ## Delete that cluster

@@ -1,7 +1,7 @@
 """Makes the secrets of containers, and shows none of them. Needs only Python 3.11 and its standard library.
 
     python3 scripts/new_token.py env .env [--rotate]      adds what is missing to a file that Compose reads
-    python3 scripts/new_token.py secret | kubectl create -f -
+    python3 scripts/new_token.py secret JOB | kubectl create -f -
 
 `horizonml token` is for devices; this works where only Docker or kubectl is installed.
 """
@@ -27,15 +27,16 @@ def main() -> None:
     env = kinds.add_parser("env", help="write a file of variables that Compose reads")
     env.add_argument("file", type=Path)
     env.add_argument("--rotate", action="store_true", help="replace the token that it has")
-    kinds.add_parser("secret", help="print a Secret with a new token")
+    secret = kinds.add_parser("secret", help="print a Secret with a new token for a job")
+    secret.add_argument("job")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     if arguments.kind == "env":
         write_env(arguments.file, arguments.rotate)
     elif sys.stdout.isatty():
-        sys.exit("this prints a token, so send it to where it belongs: ... secret | kubectl create -f -")
+        sys.exit("this prints a token, so send it to where it belongs: ... secret JOB | kubectl create -f -")
     else:
-        print_secret()
+        print_secret(arguments.job)
 
 
 def write_env(file: Path, rotate: bool) -> None:
@@ -61,7 +62,7 @@ def write_env(file: Path, rotate: bool) -> None:
     print(f"{file}: {'the' if kept else 'a new'} token ({token.id}), and the password of Grafana's user admin")
 
 
-def print_secret() -> None:
+def print_secret(job: str) -> None:
     """Print a Kubernetes Secret with a new token."""
     from horizonml.security.token import make_token
 
@@ -70,7 +71,7 @@ def print_secret() -> None:
             {
                 "apiVersion": "v1",
                 "kind": "Secret",
-                "metadata": {"name": "horizonml-token"},
+                "metadata": {"name": f"{job}-token"},
                 "type": "Opaque",
                 "stringData": {"token": make_token().text},
             }

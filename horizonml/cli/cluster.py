@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from horizonml.job.schema import Job
     from horizonml.kube.api import KubeCluster
     from horizonml.kube.render import ManifestSettings
-if TYPE_CHECKING:
     from horizonml.kube.status import RankStatus
 
 
@@ -52,7 +51,7 @@ def _or_dash(value: float | None, text: str) -> str:
 
 
 app = typer.Typer(
-    help="Run jobs in a Kubernetes cluster: one job per namespace.\n\n"
+    help="Run jobs in a Kubernetes cluster, any number of them in one namespace.\n\n"
     "Start with: horizonml cluster submit digits --workers 5",
     no_args_is_help=True,
 )
@@ -62,6 +61,12 @@ Namespace = Annotated[
 ]
 Submitted = Annotated[str, typer.Option("--namespace", metavar="NAME", help="The job's namespace.")]
 Context = Annotated[str | None, typer.Option(metavar="NAME", help="Context of the kubeconfig.", show_default=False)]
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[NAME]", help="The job's name; it may be left out where there is one job.", show_default=False
+    ),
+]
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 _PATIENCE = 60.0  # seconds for which `submit --wait` watches a problem before it gives up
 
@@ -71,83 +76,169 @@ def submit(
     job_file: Annotated[
         Path, typer.Argument(metavar="JOB", help="A job file (YAML), or a ready job by its name.", show_default=False)
     ],
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name in the cluster. Default: the job's.", show_default=False)
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the job (repeatable).")
     ] = None,
     workers: Annotated[
         int | None, typer.Option("--workers", "-n", metavar="N", min=1, help="World size.", show_default=False)
     ] = None,
+    classes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--class",
+            metavar="NAME=COUNT[,KEY=VALUE...]",
+            help="Instead of --workers, --cpu and --memory: a class of workers that are alike (repeatable). Keys: cpu "
+            "(`node` is all that a node has), memory, arch, accelerator, and labels that its nodes have. For example: "
+            "--class pc=2,cpu=8 --class pi=3,cpu=4,arch=arm64",
+        ),
+    ] = None,
     image: Annotated[str | None, typer.Option(metavar="NAME", help="Image of the workers.", show_default=False)] = None,
     cpu: Annotated[
-        str | None, typer.Option(metavar="AMOUNT", help="Cores of each worker, e.g. 400m or 4.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="AMOUNT", help="Cores of each worker: 400m, 4, or node for all of its node's.", show_default=False
+        ),
     ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="AMOUNT", help="Memory of each worker, e.g. 1Gi.", show_default=False)
     ] = None,
+    disk: Annotated[
+        str | None, typer.Option(metavar="AMOUNT", help="Size of each worker's disk. Default: 2Gi.", show_default=False)
+    ] = None,
     storage_class: Annotated[
         str | None, typer.Option(metavar="NAME", help="Storage class of the workers' disks.", show_default=False)
     ] = None,
+    queue: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Submit it as an Indexed Job to this queue of Kueue, which starts it when there is room.",
+            show_default=False,
+        ),
+    ] = None,
+    ttl: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="After which a finished job gives back its memory; its checkpoints stay. Default: it stays, to be "
+            "looked at.",
+            show_default=False,
+        ),
+    ] = None,
+    as_job: Annotated[bool, typer.Option("--job", help="Submit it as an Indexed Job, which ends.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Change the job of this name if there is one: it goes on where it can.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the objects as YAML, without a token, and connect to nothing.")
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job is complete.")] = False,
     namespace: Namespace = "horizonml",
     context: Context = None,
 ) -> None:
-    """Start a job in the cluster, or change the one that runs there.
+    """Start a job in the cluster.
 
-    Submitting again with another job file or number of workers restarts the workers, which go on from their newest
-    checkpoint where the job allows it.
+    Modules beside the job file that it names (`model.name: my_model:Net`) go with it. If a job of this name is there
+    already, you are told what differs. With --replace, its workers save a checkpoint and start again with the new job,
+    from that checkpoint where the job allows it. Other jobs are never touched.
     """
-    from horizonml.job.jobfile import load
+    from horizonml.job.jobfile import load, ready_jobs
+    from horizonml.kube.render import NODE, ManifestSettings, WorkerClass, check_amount, files_of, job_name, render
 
-    extra = [f"parallel.workers={workers}"] if workers is not None else []
-    job = load(job_file, [*(overrides or []), *extra])
-    _check_quantities({"--cpu": cpu, "--memory": memory})
-    from horizonml.kube.render import ManifestSettings
+    if classes and (workers or cpu or memory):
+        raise JobError(
+            "--class: it states how many workers there are and what each has; leave out --workers, --cpu and --memory"
+        )
+    found = tuple(map(WorkerClass.parse, classes or ()))
+    if len({one.name for one in found}) < len(found):
+        raise JobError("--class: two classes have the same name; give each its own")
+    number = sum(one.count for one in found) or workers
+    job = load(job_file, [*(overrides or []), *([f"parallel.workers={number}"] if number is not None else [])])
+    for option, amount in (("--cpu", None if cpu == NODE else cpu), ("--memory", memory), ("--disk", disk)):
+        check_amount(option, amount)
+    settings = ManifestSettings(
+        namespace,
+        job_name(name or job.name),
+        found or (WorkerClass(count=job.parallel.world_size(), cpu=cpu, memory=memory),),
+        image,
+        disk,
+        storage_class,
+        "job" if as_job or queue else "statefulset",
+        queue,
+        ttl,
+    )
+    files = files_of(job, ready_jobs().get(str(job_file), job_file).parent)
+    if dry_run:
+        import yaml
 
-    settings = ManifestSettings(namespace, job.parallel.world_size(), image, cpu, memory, storage_class)
+        print(yaml.safe_dump_all(render(job, settings, files=files), sort_keys=False), end="")
+        return
     cluster = _connect(namespace, context)
-    _apply(cluster, job, settings)
-    print(f"\nwatch it: horizonml cluster top{_suffix(namespace, context)}")
+    _submit(cluster, job, settings, files, replace)
+    print(f"\nwatch it: horizonml cluster top {settings.name}{_suffix(namespace, context)}")
     if wait:
-        _wait(cluster)
+        _wait(cluster, settings.name)
+
+
+@app.command("list")
+def list_jobs(namespace: Submitted = "horizonml", context: Context = None) -> None:
+    """Show the jobs of a namespace, and how far they are."""
+    from horizonml.kube.status import job_row
+
+    cluster = _connect(namespace, context)
+    rows = [job_row(name, workers) for name, workers in cluster.jobs()]
+    if not rows:
+        print(f"no jobs in namespace {namespace}")
+        return
+    print(layout(("name", "workers", "ready", "progress"), rows, text=(0, 3), width=terminal_width()))
 
 
 @app.command()
 def status(
+    name: Name = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     namespace: Submitted = "horizonml",
     context: Context = None,
 ) -> None:
-    """Show where every rank runs, how fast, and what is wrong."""
+    """Show where every rank runs, how fast, and what is wrong; the exit code is 1 if something is."""
     import json
 
-    rows, conditions = _connect(namespace, context).observe(1.0)
     from horizonml.kube.status import problems
 
+    cluster = _connect(namespace, context)
+    rows, conditions = cluster.observe(cluster.chosen(name), 1.0)
     wrong = problems(rows, conditions)
     if as_json:
         print(json.dumps({"ranks": [entry.to_json() for entry in rows], "problems": wrong}, indent=2))
-        return
-    print(rank_table(rows, terminal_width()))
-    for problem in wrong:
-        print_text(f"problem: {problem}")
+    else:
+        print(rank_table(rows, terminal_width()))
+        for problem in wrong:
+            print_text(f"problem: {problem}")
+    if wrong:
+        raise typer.Exit(1)
 
 
 @app.command()
-def top(namespace: Submitted = "horizonml", context: Context = None) -> None:
+def top(name: Name = None, namespace: Submitted = "horizonml", context: Context = None) -> None:
     """Show the same as `status`, live; Ctrl-C ends it."""
     if not sys.stdout.isatty():
-        status(False, namespace, context)
+        status(name, False, namespace, context)
         return
     from rich.live import Live
     from rich.text import Text
 
-    cluster = _connect(namespace, context)
     from horizonml.kube.status import problems
 
+    cluster = _connect(namespace, context)
+    job = cluster.chosen(name)
     try:
         with Live(refresh_per_second=4) as live:
             while True:
-                rows, conditions = cluster.observe(2.0)
+                rows, conditions = cluster.observe(job, 2.0)
                 lines = [
                     rank_table(rows, terminal_width()),
                     *(f"problem: {text}" for text in problems(rows, conditions)),
@@ -159,6 +250,7 @@ def top(namespace: Submitted = "horizonml", context: Context = None) -> None:
 
 @app.command()
 def logs(
+    name: Name = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, also over restarts.")] = False,
     rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this rank.", show_default=False)] = None,
     tail: Annotated[
@@ -172,10 +264,13 @@ def logs(
 
     from rich.console import Console
 
+    from horizonml.kube.api import rank_of
+
     cluster = _connect(namespace, context)
-    size = int(cluster.require_workers()["spec"]["replicas"])
-    if rank is not None and rank >= size:
-        raise JobError(f"--rank: {rank}, but the job has ranks 0 to {size - 1}")
+    job = cluster.chosen(name)
+    pods = {rank_of(pod, {}): str(pod["metadata"]["name"]) for pod in cluster.pods(job)}
+    if rank is not None and rank not in pods:
+        raise JobError(f"--rank: {rank}, but job {job} has the ranks {', '.join(map(str, pods)) or 'that come later'}")
     console, stop = Console(), threading.Event()
 
     def show(which: int, line: str) -> None:
@@ -183,10 +278,10 @@ def logs(
         console.print(f"[{colour}]rank {which}[/{colour}] |", end=" ")
         console.print(escaped(line).removeprefix(f"rank {which}: "), markup=False, highlight=False, soft_wrap=True)
 
-    chosen = range(size) if rank is None else [rank]
+    chosen = pods if rank is None else {rank: pods[rank]}
     if not follow:
-        for which in chosen:
-            cluster.follow_log(which, tail, False, show, stop)
+        for which, pod in chosen.items():
+            cluster.follow_log(which, pod, tail, False, show, stop)
         return
     lock = threading.Lock()
 
@@ -194,8 +289,8 @@ def logs(
         with lock:
             show(which, line)
 
-    for which in chosen:
-        arguments = (which, tail, True, show_whole, stop)
+    for which, pod in chosen.items():
+        arguments = (which, pod, tail, True, show_whole, stop)
         threading.Thread(target=cluster.follow_log, args=arguments, daemon=True).start()
     try:
         threading.Event().wait()
@@ -205,40 +300,53 @@ def logs(
 
 @app.command()
 def scale(
-    workers: Annotated[int, typer.Argument(metavar="N", min=1, help="The new world size.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The job's name.", show_default=False)],
+    workers: Annotated[int, typer.Argument(metavar="N", min=1, help="The new number of workers.", show_default=False)],
+    of_class: Annotated[
+        str | None, typer.Option("--class", metavar="NAME", help="Of this class of workers.", show_default=False)
+    ] = None,
     namespace: Submitted = "horizonml",
     context: Context = None,
 ) -> None:
-    """Go on with another number of workers, from the newest checkpoint."""
-    from dataclasses import replace
-
-    from horizonml.kube.render import for_workers
+    """Change the number of workers while they train; no step is repeated."""
+    from horizonml.kube.render import CLASS, for_workers
 
     cluster = _connect(namespace, context)
-    job, settings = cluster.submitted()
-    if settings.workers == workers:
-        print(f"the job has {count(workers, 'worker')} already")
+    job = cluster.chosen(name)
+    found = {str(one["metadata"]["labels"][CLASS]): one for one in cluster.workers(job)}
+    if of_class is None and len(found) > 1:
+        raise JobError(f"job {job} has several classes of workers; choose one with --class: {', '.join(found)}")
+    chosen = of_class or next(iter(found))
+    if chosen not in found:
+        raise JobError(f"--class: job {job} has no class {chosen!r}, only {', '.join(found)}")
+    counts = {key: int(one["spec"].get("replicas", one["spec"].get("parallelism", 0))) for key, one in found.items()}
+    if counts[chosen] == workers:
+        print(f"job {job} has {count(workers, 'worker')} already")
         return
+    submitted = cluster.submitted_job(job)
     try:
-        changed = for_workers(job, workers)
+        if submitted is not None:
+            for_workers(submitted, sum(counts.values()) - counts[chosen] + workers)
     except ValueError as error:
         raise JobError(f"cannot scale to {workers}: {error}") from None
-    _apply(cluster, changed, replace(settings, workers=workers))
+    cluster.scale(job, chosen, workers)
+    print(f"{job}: {count(counts[chosen], 'worker')} become {workers}, while they train")
 
 
 @app.command()
 def delete(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The job's name.", show_default=False)],
     data: Annotated[bool, typer.Option("--data", help="Delete the workers' disks, too: all checkpoints.")] = False,
     namespace: Submitted = "horizonml",
     context: Context = None,
 ) -> None:
-    """Delete the job from the cluster; checkpoints stay, unless --data."""
+    """Delete a job from the cluster; checkpoints stay, unless --data."""
     cluster = _connect(namespace, context)
-    deleted, kept = cluster.delete(data)
-    for name in deleted:
-        print(f"deleted {name}")
+    deleted, kept = cluster.delete(name, data)
+    for entry in deleted:
+        print(f"deleted {entry}")
     if not deleted:
-        print(f"nothing of a job in namespace {namespace}")
+        print(f"nothing of a job {name} in namespace {namespace}")
     if kept:
         print(f"kept: {', '.join(kept)} (checkpoints; --data deletes them)")
 
@@ -251,33 +359,39 @@ def _connect(namespace: str, context: str | None) -> KubeCluster:
     return KubeCluster(namespace, context)
 
 
-def _check_quantities(options: dict[str, str | None]) -> None:
-    """Raise JobError for what Kubernetes would not take as an amount."""
-    import re
-
-    for name, text in options.items():
-        if text is not None and not re.fullmatch(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi)?", text):
-            raise JobError(f"{name}: {text!r} is not an amount; write 400m or 2 for cores, 512Mi or 1Gi for memory")
-
-
-def _apply(cluster: KubeCluster, job: Job, settings: ManifestSettings) -> None:
-    """Submit a job, and restart the workers if it has changed. Raises ClusterError."""
-    from horizonml.kube.render import render, version
+def _submit(
+    cluster: KubeCluster, job: Job, settings: ManifestSettings, files: Mapping[str, str], replace: bool
+) -> None:
+    """Submit a job, or change the one of its name. Raises ClusterError."""
+    from horizonml.kube.render import code_outside, differences, is_another_kind, render
     from horizonml.security.token import make_token
 
-    before = cluster.workers()
-    for name in cluster.apply(render(job, settings, make_token())):
-        print(f"applied {name}")
-    if before is not None and version(before) != version(cluster.require_workers()):
+    name, before = settings.name, cluster.submitted(settings.name)
+    changes = differences(*before, files, settings) if before is not None else []
+    if before is not None and not changes:
+        print(f"job {name} is there already, and nothing differs")
+        return
+    if before is not None and not replace:
+        raise JobError(
+            f"job {name} is there already, and differs: {'; '.join(changes)}. Change it with --replace, or give the "
+            "new one another --name"
+        )
+    if before is not None and is_another_kind(before[1], settings):
+        # Kubernetes changes neither the disks of a StatefulSet nor the template of a Job.
+        print(f"job {name} saves a checkpoint and is made anew ...", flush=True)
+        cluster.remake(name, settings)
+    for entry in cluster.apply(render(job, settings, make_token(), files)):
+        print(f"applied {entry}")
+    if before is not None and before[0] != files:
         print("the job has changed: its workers save a checkpoint and start again ...", flush=True)
-        cluster.restart()
+        cluster.restart(name)
     workers = count(settings.workers, "worker")
-    print(f"{job.name}: {workers}, strategy {job.parallel.strategy}, namespace {settings.namespace}")
-    if ":" in job.model.name:
-        print(f"note: the workers' image must contain the code of {job.model.name}, and its folder be on PYTHONPATH")
+    print(f"{name}: {workers}, strategy {job.parallel.strategy}, namespace {settings.namespace}")
+    for field in code_outside(job, files):
+        print(f"note: the workers' image must contain the code of {field}, and its folder be on PYTHONPATH")
 
 
-def _wait(cluster: KubeCluster) -> None:
+def _wait(cluster: KubeCluster, name: str) -> None:
     """Return when all ranks are complete. Raises ClusterError if something stays wrong."""
     import time
 
@@ -285,7 +399,7 @@ def _wait(cluster: KubeCluster) -> None:
 
     wrong_since, told = None, ""
     while True:
-        rows, conditions = cluster.observe(2.0)
+        rows, conditions = cluster.observe(name, 2.0)
         text = "; ".join(f"rank {entry.rank} {entry.phase}" for entry in rows)
         if all(entry.activity in (Activity.TRAINING, Activity.COMPLETE) for entry in rows):
             lead = rows[0]

@@ -58,6 +58,16 @@ def rendezvous(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Do without a token: any stranger who reaches the port can take part.")
     ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            envvar="WORLD_SIZE",
+            help="World size of a run whose ranks do not know it, as in Kubernetes, where it may change.",
+            show_default=False,
+        ),
+    ] = None,
     inherited: Annotated[int | None, typer.Option("--inherited", hidden=True)] = None,
 ) -> None:
     """Serve the rendezvous, where the ranks of a job meet.
@@ -73,7 +83,7 @@ def rendezvous(
     from horizonml.runtime.command import become_service, serve_command
 
     if not command:
-        become_service(host, 29400 if port is None else port, inherited, insecure)
+        become_service(host, 29400 if port is None else port, inherited, insecure, workers)
     code = serve_command(host, port or 0, advertise, command, insecure)
     if code:
         raise typer.Exit(code)
@@ -85,8 +95,14 @@ def token(
         bool, typer.Option("--rotate", help="Replace the token by a new one. Do this between runs, on one device.")
     ] = False,
     secret: Annotated[
-        bool, typer.Option("--secret", help="Print a Kubernetes Secret with the token, for `kubectl apply -f -`.")
-    ] = False,
+        str | None,
+        typer.Option(
+            "--secret",
+            metavar="JOB",
+            help="Print a Kubernetes Secret with a new token for this job, for `kubectl apply -f -`.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make the token that lets devices train together, or say where it is.
 
@@ -105,13 +121,16 @@ def token(
     from horizonml.errors import SecurityError
     from horizonml.security.token import TOKEN, TOKEN_FILE, find_token, make_token, save_token, token_file
 
-    if show + rotate + secret > 1:
+    if show + rotate + (secret is not None) > 1:
         raise SecurityError("--show, --rotate and --secret exclude each other; give one of them")
     if rotate:
         if os.environ.get(TOKEN):
             raise SecurityError(f"the token is in ${TOKEN}, which this command cannot change; set a new one there")
         new = make_token()
         print(f"a new token ({new.id}) is in {save_token(new)}; copy that file to the other devices")
+        return
+    if secret is not None:
+        print(_MANIFEST.format(name=secret, token=make_token().text), end="")
         return
     found, made = find_token(), False
     if found is None:
@@ -121,8 +140,6 @@ def token(
         save_token(found)
     if show:
         print(found.text)
-    elif secret:
-        print(_MANIFEST.format(token=found.text), end="")
     else:
         where = f"${TOKEN}" if os.environ.get(TOKEN) else str(token_file())
         print(f"{'a new' if made else 'the'} token ({found.id}) is in {where}")
@@ -133,7 +150,7 @@ _MANIFEST = """\
 apiVersion: v1
 kind: Secret
 metadata:
-  name: horizonml-token
+  name: {name}-token
 type: Opaque
 stringData:
   token: {token}

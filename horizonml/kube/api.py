@@ -11,7 +11,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -22,14 +22,16 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 from kubernetes.dynamic import DynamicClient
-from kubernetes.dynamic.exceptions import DynamicApiError
+from kubernetes.dynamic.exceptions import DynamicApiError, ResourceNotFoundError
 from kubernetes.stream import portforward
 
 from horizonml.errors import ClusterError
 from horizonml.job.jobfile import parse as parse_job
 from horizonml.job.schema import Job
-from horizonml.kube.render import PART_OF, SETTINGS, WORKERS, Document, ManifestSettings
+from horizonml.kube.render import CLASS, INSTANCE, SETTINGS, Document, ManifestSettings, select
 from horizonml.kube.status import Object, PodCondition, PodState, RankStatus, Samples, condition, parse, rank_status
+from horizonml.rendezvous.wire import MOST_RANKS
+from horizonml.text import nearest
 
 _PORT = 9400
 _PROXY_TIMEOUT = (2.0, 3.0)  # to connect, to answer
@@ -81,6 +83,12 @@ class Scraper:
             connection.close()
 
 
+WORKER_KINDS = ("stateful_set", "job")
+# What a job consists of, as the client's functions are called, in the order in which it is deleted.
+KINDS = (
+    *WORKER_KINDS, "deployment", "service", "config_map", "network_policy", "pod_disruption_budget", "role_binding",
+    "role", "service_account", "secret",
+)  # fmt: skip
 _TIMEOUT = (5.0, 15.0)  # to connect, to answer
 _GONE_SECONDS = 120.0
 _QUIET_SECONDS = 60.0  # a log without a new line for so long is asked for again
@@ -105,7 +113,9 @@ class KubeCluster:
         settings.retries = urllib3.Retry(0)
         self._api = client.ApiClient(settings)
         self._core, self._apps = client.CoreV1Api(self._api), client.AppsV1Api(self._api)
-        self._net = client.NetworkingV1Api(self._api)
+        self._batch = client.BatchV1Api(self._api)
+        others = (client.NetworkingV1Api, client.RbacAuthorizationV1Api, client.PolicyV1Api)
+        self._clients = [self._core, self._apps, self._batch, *(one(self._api) for one in others)]
         self._scraper = Scraper(settings, namespace)
         self._host = settings.host
 
@@ -127,7 +137,13 @@ class KubeCluster:
             if kind == "Secret" and self._has_secret(name):
                 continue
             with self._asking(f"apply {kind} {name}"):
-                resource = dynamic.resources.get(api_version=document["apiVersion"], kind=kind)
+                try:
+                    resource = dynamic.resources.get(api_version=document["apiVersion"], kind=kind)
+                except ResourceNotFoundError:
+                    if kind != "PodDisruptionBudget":
+                        raise
+                    applied.append(f"nothing for {kind.lower()}/{name}: clusters before 1.21 do not know it")
+                    continue
                 dynamic.server_side_apply(resource, body=document, field_manager="horizonml", force_conflicts=True)
             applied.append(f"{kind.lower()}/{name}")
         return applied
@@ -156,115 +172,179 @@ class KubeCluster:
                 raise
         return True
 
-    def workers(self) -> Object | None:
-        """Return the StatefulSet of the job, if there is one."""
-        with self._asking("read the StatefulSet worker"):
-            try:
-                found = self._apps.read_namespaced_stateful_set("worker", self.namespace, _request_timeout=_TIMEOUT)
-            except ApiException as error:
-                if error.status == 404:
-                    return None
-                raise
-            return self._plain(found)
+    def _list(self, kind: str, selector: str) -> list[Object]:
+        """Return the objects of a kind, as the API's JSON without its kind, in the order of their names."""
+        with self._asking(f"list the {kind.replace('_', ' ')}s"):
+            found = self._calls(kind)[0](self.namespace, label_selector=selector, _request_timeout=_TIMEOUT).items
+        return sorted((self._plain(one) for one in found), key=lambda one: str(one["metadata"]["name"]))
 
-    def require_workers(self) -> Object:
-        """Return the StatefulSet of the job."""
-        found = self.workers()
-        if found is None:
+    def _calls(self, kind: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return what lists, and what deletes, the objects of a kind in a namespace."""
+        client_of = next(one for one in self._clients if hasattr(one, f"list_namespaced_{kind}"))
+        return getattr(client_of, f"list_namespaced_{kind}"), getattr(client_of, f"delete_namespaced_{kind}")
+
+    def jobs(self) -> list[tuple[str, list[Object]]]:
+        """Return the jobs of the namespace with their workers' StatefulSets or Jobs."""
+        names = [instance(one) for one in self._list("deployment", select(component="rendezvous"))]
+        workers = [one for kind in WORKER_KINDS for one in self._list(kind, select(component="worker"))]
+        return [(name, [one for one in workers if instance(one) == name]) for name in names]
+
+    def chosen(self, name: str | None) -> str:
+        """Return the name of the job that is meant: the only one of the namespace, if none is named."""
+        names = [found for found, _ in self.jobs()]
+        if not names:
             raise ClusterError(
                 f"no job in namespace {self.namespace}; submit one (horizonml cluster submit JOB.yaml), or name the "
                 "right --namespace"
             )
-        return found
+        if name is None and len(names) > 1:
+            raise ClusterError(f"namespace {self.namespace} has several jobs; name one of them: {', '.join(names)}")
+        if name is not None and name not in names:
+            raise ClusterError(
+                f"no job {name} in namespace {self.namespace}{nearest(name, names)}; there are {', '.join(names)}"
+            )
+        return name or names[0]
 
-    def submitted(self) -> tuple[Job, ManifestSettings]:
-        """Return the job and the settings that were submitted."""
-        annotation = self.require_workers()["metadata"].get("annotations", {}).get(SETTINGS)
+    def workers(self, name: str) -> list[Object]:
+        """Return the StatefulSets or Jobs of a job's classes of workers, in the order of their ranks."""
+        found = [one for kind in WORKER_KINDS for one in self._list(kind, select(name, "worker"))]
+        return sorted(found, key=lambda one: ranks_of(one["spec"]["template"])[0])
+
+    def submitted(self, name: str) -> tuple[Mapping[str, str], ManifestSettings] | None:
+        """Return the files and the settings with which a job was submitted, or None if there is no such job."""
+        found = self._list("deployment", select(name, "rendezvous"))
+        if not found:
+            return None
+        annotation = found[0]["metadata"].get("annotations", {}).get(SETTINGS)
         if annotation is None:
             raise ClusterError(
-                f"the job in namespace {self.namespace} was not submitted by `horizonml cluster submit`; change the "
-                "number of replicas where its manifests are, apply them, and delete the pods"
+                f"job {name} in namespace {self.namespace} was not submitted by `horizonml cluster submit`; change it "
+                "where its manifests are, and apply them"
             )
-        with self._asking("read the job"):
-            found = self._plain(self._core.read_namespaced_config_map("job", self.namespace, _request_timeout=_TIMEOUT))
+        volumes = found[0]["spec"]["template"]["spec"]["volumes"]
+        config = next(one["configMap"]["name"] for one in volumes if one["name"] == "job")
+        with self._asking(f"read ConfigMap {config}"):
+            files = self._core.read_namespaced_config_map(config, self.namespace, _request_timeout=_TIMEOUT).data
         try:
-            settings = ManifestSettings.from_json(annotation)
+            return files, ManifestSettings.from_json(annotation)
         except ValueError as error:
-            raise ClusterError(f"the annotation {SETTINGS} of the StatefulSet worker cannot be read: {error}") from None
-        return parse_job(found["data"]["job.yaml"], "the cluster's job"), settings
+            raise ClusterError(f"the annotation {SETTINGS} of {name}-rendezvous cannot be read: {error}") from None
 
-    def pods(self) -> list[Object]:
-        """Return the workers' pods, in the order of ranks."""
-        with self._asking("list the pods"):
-            found = self._core.list_namespaced_pod(self.namespace, label_selector=WORKERS, _request_timeout=_TIMEOUT)
-            return sorted((self._plain(pod) for pod in found.items), key=rank_of)
+    def submitted_job(self, name: str) -> Job | None:
+        """Return the job that was submitted under a name, or None if its manifests come from elsewhere."""
+        with suppress(ClusterError):
+            if (found := self.submitted(name)) is not None:
+                return parse_job(found[0]["job.yaml"], f"the job {name} of the cluster")
+        return None
 
-    def restart(self) -> None:
+    def remake(self, name: str, settings: ManifestSettings) -> None:
+        """Delete a job's workers, which save a checkpoint first, so that they can be made anew with other disks.
+
+        Disks that have been given to workers hold their checkpoints: those stay, and with them the old settings, unless
+        they are deleted first. Raises ClusterError for such a change.
+        """
+        claims = self._list("persistent_volume_claim", select(name))
+        bound = [str(one["metadata"]["name"]) for one in claims if one["status"].get("phase") == "Bound"]
+        before = self.submitted(name)
+        other_disks = before is not None and any(
+            getattr(before[1], one) != getattr(settings, one) for one in ("disk", "storage_class")
+        )
+        if bound and other_disks and settings.form != "job":
+            raise ClusterError(
+                f"the disks {', '.join(bound)} hold the checkpoints of {name} and cannot be changed; delete them first "
+                f"(horizonml cluster delete {name} --data), or choose another --name"
+            )
+        selector = select(name, "worker")
+        pods = {pod["metadata"]["uid"] for pod in self._list("pod", selector)}
+        self.delete(name, False, WORKER_KINDS)
+        self._wait_until_gone("pod", selector, pods)
+        for claim in claims:
+            if claim["metadata"]["name"] not in bound:
+                with self._asking(f"delete {claim['metadata']['name']}"):
+                    self._core.delete_namespaced_persistent_volume_claim(
+                        claim["metadata"]["name"], self.namespace, _request_timeout=_TIMEOUT
+                    )
+
+    def pods(self, name: str) -> list[Object]:
+        """Return the pods of a job's workers, without those that are replaced already."""
+        found = self._list("pod", select(name, "worker"))
+        newest = {(one["metadata"]["labels"].get(CLASS), ordinal(one)): one for one in sorted(found, key=_created)}
+        return sorted(newest.values(), key=lambda one: (ranks_of(one)[0], ordinal(one)))
+
+    def restart(self, name: str) -> None:
         """Delete the workers' pods, which save a checkpoint first, and wait until those are gone."""
-        before = {pod["metadata"]["uid"] for pod in self.pods()}
+        before = {pod["metadata"]["uid"] for pod in self.pods(name)}
         with self._asking("delete the pods"):
             checked(
                 self._core.delete_collection_namespaced_pod(
-                    self.namespace, label_selector=WORKERS, _preload_content=False, _request_timeout=_TIMEOUT
+                    self.namespace, label_selector=select(name, "worker"), _preload_content=False,
+                    _request_timeout=_TIMEOUT,
                 )
-            )
+            )  # fmt: skip
+        self._wait_until_gone("pod", select(name, "worker"), before)
+
+    def _wait_until_gone(self, kind: str, selector: str, uids: set[str]) -> None:
         deadline = time.monotonic() + _GONE_SECONDS
-        while left := [p["metadata"]["name"] for p in self.pods() if p["metadata"]["uid"] in before]:
+        while left := [o["metadata"]["name"] for o in self._list(kind, selector) if o["metadata"]["uid"] in uids]:
             if time.monotonic() > deadline:
                 raise ClusterError(
-                    f"{', '.join(left)} did not end within {_GONE_SECONDS:.0f} s; see kubectl describe pod"
+                    f"{', '.join(left)} did not end within {_GONE_SECONDS:.0f} s; see kubectl describe {kind}"
                 )
             time.sleep(0.5)
 
-    def delete(self, data: bool) -> tuple[list[str], list[str]]:
-        """Delete the job's objects, and with `data` its volumes; return what was deleted, and the claims that stay."""
-        groups: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [
-            ("statefulset", self._apps.list_namespaced_stateful_set, self._apps.delete_namespaced_stateful_set),
-            ("deployment", self._apps.list_namespaced_deployment, self._apps.delete_namespaced_deployment),
-            ("service", self._core.list_namespaced_service, self._core.delete_namespaced_service),
-            ("configmap", self._core.list_namespaced_config_map, self._core.delete_namespaced_config_map),
-            ("networkpolicy", self._net.list_namespaced_network_policy, self._net.delete_namespaced_network_policy),
-            ("secret", self._core.list_namespaced_secret, self._core.delete_namespaced_secret),
-        ]
-        claims = [
-            ("persistentvolumeclaim", self._core.list_namespaced_persistent_volume_claim,
-             self._core.delete_namespaced_persistent_volume_claim)
-        ]  # fmt: skip
+    def scale(self, name: str, worker_class: str, count: int) -> None:
+        """Change the number of workers of a class, while they train."""
+        found = next(one for one in self.workers(name) if one["metadata"]["labels"][CLASS] == worker_class)
+        with self._asking(f"scale {found['metadata']['name']}"):
+            if "replicas" in found["spec"]:
+                self._apps.patch_namespaced_stateful_set_scale(
+                    found["metadata"]["name"], self.namespace, {"spec": {"replicas": count}}, _request_timeout=_TIMEOUT
+                )
+            else:
+                body = {"spec": {"parallelism": count, "completions": count}}
+                self._batch.patch_namespaced_job(
+                    found["metadata"]["name"], self.namespace, body, _request_timeout=_TIMEOUT
+                )
+
+    def delete(self, name: str, data: bool, kinds: Sequence[str] = KINDS) -> tuple[list[str], list[str]]:
+        """Delete a job's objects, and with `data` its volumes; return what was deleted, and the claims that stay."""
         deleted, kept = [], []
-        for kind, find, remove in [*groups, *claims]:
-            with self._asking(f"delete {kind}s"):
-                selector = WORKERS if kind == "persistentvolumeclaim" else PART_OF
-                for found in find(self.namespace, label_selector=selector, _request_timeout=_TIMEOUT).items:
-                    name = found.metadata.name
-                    if kind == "persistentvolumeclaim" and not data:
-                        kept.append(name)
-                        continue
+        for kind in (*kinds, "persistent_volume_claim"):
+            for found in self._list(kind, select(name)):
+                own = str(found["metadata"]["name"])
+                if kind == "persistent_volume_claim" and not data:
+                    kept.append(own)
+                    continue
+                with self._asking(f"delete {own}"):
                     # What comes back is the object or a Status, as the server's age has it: not looked at.
                     options = {"propagation_policy": "Background", "_preload_content": False}
-                    checked(remove(name, self.namespace, **options, _request_timeout=_TIMEOUT))
-                    deleted.append(f"{kind}/{name}")
+                    checked(self._calls(kind)[1](own, self.namespace, **options, _request_timeout=_TIMEOUT))
+                deleted.append(f"{kind.replace('_', '')}/{own}")
         return deleted, kept
 
-    def observe(self, pause: float) -> tuple[list[RankStatus], dict[int, PodCondition]]:
-        """Watch every rank for `pause` seconds, and return how it is doing, and the condition of its pod."""
-        wanted = int(self.require_workers()["spec"]["replicas"])
-        pods = {rank_of(pod): pod for pod in self.pods()}
+    def observe(self, name: str, pause: float) -> tuple[list[RankStatus], dict[int, PodCondition]]:
+        """Watch every rank of a job for `pause` seconds; return how it is doing, and the condition of its pod."""
+        workers, pods = self.workers(name), self.pods(name)
         with ThreadPoolExecutor(max_workers=16) as threads:
             started = time.monotonic()
-            before = dict(zip(pods, threads.map(self._metrics, pods.values()), strict=True))
+            before = list(threads.map(self._metrics, pods))
             time.sleep(pause)
             seconds = time.monotonic() - started
-            after = dict(zip(pods, threads.map(self._metrics, pods.values()), strict=True))
+            after = list(threads.map(self._metrics, pods))
         nodes, everything = self._nodes()
-        conditions = {rank: condition(pod, nodes, everything or list(pods.values())) for rank, pod in pods.items()}
-        for rank in range(wanted):
-            conditions.setdefault(rank, PodCondition(PodState.MISSING))
-        rows = []
-        for rank in sorted(conditions):
-            node = pods.get(rank, {}).get("spec", {}).get("nodeName")
-            shown = before.get(rank, {}), after.get(rank, {})
-            rows.append(rank_status(rank, node, conditions[rank], *shown, seconds))
-        return rows, conditions
+        rows, conditions = [], {}
+        for pod, first_look, last_look in zip(pods, before, after, strict=True):
+            rank = rank_of(pod, last_look or first_look)
+            node = pod["spec"].get("nodeName")
+            conditions[rank] = condition(pod, nodes, everything or pods)
+            rows.append(rank_status(rank, node, conditions[rank], first_look, last_look, seconds))
+        for one in workers:
+            first, last = ranks_of(one["spec"]["template"])
+            wanted = int(one["spec"].get("replicas", one["spec"].get("completions", 0)))
+            for rank in set(range(first, min(first + wanted - 1, last) + 1)) - set(conditions):
+                conditions[rank] = PodCondition(PodState.MISSING)
+                rows.append(rank_status(rank, None, conditions[rank], {}, {}, seconds))
+        return sorted(rows, key=lambda row: row.rank), conditions
 
     def _metrics(self, pod: Object) -> Samples:
         """Return the metrics of a worker, or nothing if it does not serve them."""
@@ -282,14 +362,15 @@ class KubeCluster:
         return [self._plain(node) for node in nodes], [self._plain(pod) for pod in pods]
 
     def follow_log(
-        self, rank: int, tail: int | None, follow: bool, show: Callable[[int, str], None], stop: threading.Event
-    ) -> None:
+        self, rank: int, pod: str, tail: int | None, follow: bool, show: Callable[[int, str], None],
+        stop: threading.Event,
+    ) -> None:  # fmt: skip
         """Pass every line of a rank's log to `show`; with `follow`, across restarts of its pod, until `stop` is set."""
         newest, since, options = "", time.monotonic(), {"tail_lines": tail}
         while not stop.is_set():
             try:
                 response = self._core.read_namespaced_pod_log(
-                    f"worker-{rank}", self.namespace, follow=follow, timestamps=True, **options,
+                    pod, self.namespace, follow=follow, timestamps=True, **options,
                     _preload_content=False, _request_timeout=(5.0, _QUIET_SECONDS),
                 )  # fmt: skip
                 for raw in checked(response):
@@ -318,9 +399,34 @@ class KubeCluster:
         return plain
 
 
-def rank_of(pod: Object) -> int:
-    """Return the ordinal of a worker's pod."""
-    return int(str(pod["metadata"]["name"]).rpartition("-")[2])
+def instance(found: Object) -> str:
+    """Return the name of the job that an object belongs to."""
+    return str(found["metadata"]["labels"].get(INSTANCE))
+
+
+def ordinal(pod: Object) -> int:
+    """Return the number of a pod among the workers of its class."""
+    name = str(pod["metadata"]["name"])
+    index = pod["metadata"].get("annotations", {}).get("batch.kubernetes.io/job-completion-index")
+    return int(index if index is not None else name.rpartition("-")[2])
+
+
+def ranks_of(pod: Object) -> tuple[int, int]:
+    """Return the first and the last rank of the class of workers that a pod, or the template of one, belongs to."""
+    env = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0].get("env", [])}
+    first, _, last = str(env.get("HORIZONML_RANKS") or f"0-{MOST_RANKS - 1}").partition("-")
+    return int(first), int(last)
+
+
+def rank_of(pod: Object, samples: Samples) -> int:
+    """Return the rank of a worker's pod, which only its metrics know if it came to a class that was full."""
+    first, last = ranks_of(pod)
+    rank = first + ordinal(pod)
+    return int(samples.get("rank", rank)) if rank > last else rank
+
+
+def _created(found: Object) -> str:
+    return str(found["metadata"].get("creationTimestamp"))
 
 
 @contextmanager

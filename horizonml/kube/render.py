@@ -1,28 +1,89 @@
-"""Makes the objects of a job in Kubernetes, from the same base manifests that `kubectl apply -k` uses."""
+"""Makes the objects of a job in Kubernetes, from the same base manifests that `kubectl apply -k` and the chart use.
+
+A job is named by its objects: each of them begins with the job's name, and is labelled and selected by
+`app.kubernetes.io/instance`, so that jobs in one namespace do not see each other.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter
 
+from horizonml.errors import JobError
+from horizonml.job.jobfile import code_fields
 from horizonml.job.schema import Job
 from horizonml.security.token import Token
 from horizonml.text import count
 
 BASE = Path(__file__).parent / "base"
-PART_OF = "app.kubernetes.io/part-of=horizonml"
-WORKERS = "app.kubernetes.io/name=horizonml,app.kubernetes.io/component=worker"
-SETTINGS = "horizonml/settings"  # annotation of the StatefulSet: what `scale` needs to know again
-DIGEST = "horizonml/job-digest"  # annotation of its pods: a change of job is a change of them
-SECRET = "horizonml-token"  # noqa: S105  (the name of the Secret that the base's pods mount)
+NAME, INSTANCE, CLASS = "app.kubernetes.io/name", "app.kubernetes.io/instance", "horizonml/class"
+SETTINGS = "horizonml/settings"  # annotation of the rendezvous service: what the job was submitted with
+NODE = "node"  # as an amount of cpu: all that the node has
+_AMOUNT = r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi)?"
+_MOST_NAME, _MOST_CLASS, _MOST_FILES = 35, 12, 900_000  # characters; Kubernetes adds to names; bytes of a ConfigMap
 
 Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class WorkerClass:
+    """Workers that are alike: how many there are, what each may use, and on which nodes they run."""
+
+    name: str = "worker"
+    count: int = 5
+    cpu: str | None = None  # limit and request, or `node`
+    memory: str | None = None
+    arch: str | None = None
+    accelerator: str | None = None  # resource of which each worker gets one, such as nvidia.com/gpu
+    node: Mapping[str, str] = field(default_factory=dict)  # labels that its nodes have
+
+    @classmethod
+    def parse(cls, text: str) -> WorkerClass:
+        """Return the class that an option states: `pi=3,cpu=4,memory=2Gi,arch=arm64,KEY=VALUE`. Raises JobError."""
+        head, *rest = text.split(",")
+        name, _, number = head.partition("=")
+        if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) or len(name) > _MOST_CLASS or not number.isdigit():
+            raise JobError(
+                f"--class {text!r}: it begins with a name of at most {_MOST_CLASS} lower-case letters, digits and "
+                "hyphens, and a number of workers: --class pi=3,cpu=4,memory=2Gi"
+            )
+        if name.partition("-")[0] == "job":
+            raise JobError(f"--class {text!r}: names that begin with job are taken; choose another one")
+        if int(number) < 1:
+            raise JobError(f"--class {text!r}: a class has at least one worker")
+        found: dict[str, str] = {}
+        labels: dict[str, str] = {}
+        for entry in rest:
+            key, equals, value = entry.partition("=")
+            if not equals or not value:
+                raise JobError(f"--class {text!r}: {entry!r} is not KEY=VALUE")
+            if key in ("cpu", "memory", "arch", "accelerator"):
+                found[key] = value
+            elif "/" in key or "." in key:
+                labels[key] = value
+            else:
+                raise JobError(
+                    f"--class {text!r}: {key!r} is neither cpu, memory, arch, accelerator nor the label of a node, "
+                    "which has a prefix, such as feature.node.kubernetes.io/cpu-model.family"
+                )
+        check_amount("--class: cpu", None if found.get("cpu") == NODE else found.get("cpu"))
+        check_amount("--class: memory", found.get("memory"))
+        return cls(name, int(number), node=labels, **found)
+
+
+def check_amount(name: str, text: str | None) -> None:
+    """Raise JobError for what Kubernetes would not take as an amount."""
+    if text is not None and not re.fullmatch(_AMOUNT, text):
+        raise JobError(f"{name}: {text!r} is not an amount; write 400m or 2 for cores, 512Mi or 1Gi for memory")
 
 
 @dataclass(frozen=True)
@@ -30,11 +91,19 @@ class ManifestSettings:
     """What Kubernetes has to know beside the job file."""
 
     namespace: str
-    workers: int
+    name: str
+    classes: tuple[WorkerClass, ...] = (WorkerClass(),)
     image: str | None = None
-    cpu: str | None = None  # limit of a worker; its request is at most that
-    memory: str | None = None
+    disk: str | None = None
     storage_class: str | None = None
+    form: str = "statefulset"  # or `job`, an Indexed Job, which ends
+    queue: str | None = None  # of Kueue, which starts the job when there is room
+    ttl: int | None = None  # seconds after which a finished job gives back what it occupies
+
+    @property
+    def workers(self) -> int:
+        """Return with how many ranks the job begins."""
+        return sum(one.count for one in self.classes)
 
     def to_json(self) -> str:
         """Return the settings as a text of JSON, for an annotation."""
@@ -46,74 +115,263 @@ class ManifestSettings:
         return TypeAdapter(cls).validate_json(text)
 
 
-def render(job: Job, settings: ManifestSettings, token: Token | None = None) -> list[Document]:
+def job_name(text: str) -> str:
+    """Return the name that a job has in a cluster. Raises JobError if nothing is left of it."""
+    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_MOST_NAME].rstrip("-")
+    if not found or not found[0].isalpha():
+        raise JobError(f"{text!r} makes no name for a job in Kubernetes; give one that begins with a letter: --name")
+    return found
+
+
+def select(name: str | None = None, component: str | None = None) -> str:
+    """Return the selector of a job's objects, or of all jobs'."""
+    wanted = {NAME: "horizonml", INSTANCE: name, "app.kubernetes.io/component": component}
+    return ",".join(f"{key}={value}" for key, value in wanted.items() if value is not None)
+
+
+def files_of(job: Job, folder: Path) -> dict[str, str]:
+    """Return the files of a job, by name: the job file, and the modules beside it that the job names.
+
+    The number of workers is no part of them, because it may change while they train. Raises JobError for modules that
+    cannot travel.
+    """
+    values = job.model_dump(exclude_none=True)
+    values["parallel"].pop("workers", None)
+    found = {"job.yaml": yaml.safe_dump(values, sort_keys=False)}
+    for entry in code_fields(job):
+        name = entry.partition(": ")[2].partition(":")[0]
+        path = folder / f"{name.replace('.', '/')}.py"
+        if "." in name or not path.is_file():
+            continue  # a package that the image has to contain
+        found[path.name] = path.read_text()
+    if sum(len(text.encode()) for text in found.values()) > _MOST_FILES:
+        raise JobError(f"the job and its modules have more than {_MOST_FILES} bytes; build an image that contains them")
+    return found
+
+
+def code_outside(job: Job, files: Mapping[str, str]) -> list[str]:
+    """Return the code that a job names and that is not among its files."""
+    named = [entry.partition(": ")[2] for entry in code_fields(job)]
+    return [name for name in named if f"{name.partition(':')[0]}.py" not in files]
+
+
+def differences(
+    old_files: Mapping[str, str], old: ManifestSettings, files: Mapping[str, str], new: ManifestSettings
+) -> list[str]:
+    """Return what differs between a job that was submitted and one that is to take its place, for people."""
+    before, after = _flat(asdict(old)), _flat(asdict(new))
+    for values, content in ((before, old_files), (after, files)):
+        values.update(_flat(yaml.safe_load(content["job.yaml"])))
+        values.update({name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in content.items()
+                       if name != "job.yaml"})  # fmt: skip
+    return [
+        f"{key}: {before.get(key, '-')} -> {after.get(key, '-')}"
+        for key in {**before, **after}
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the leaves of nested values by their paths."""
+    if isinstance(value, dict):
+        entries = value.items()
+    elif isinstance(value, list | tuple) and any(isinstance(one, dict) for one in value):
+        entries = {
+            one.get("name", str(at)) if isinstance(one, dict) else str(at): one for at, one in enumerate(value)
+        }.items()
+    else:
+        return {path: value}
+    return {
+        key: leaf for name, one in entries for key, leaf in _flat(one, f"{path}.{name}" if path else str(name)).items()
+    }
+
+
+def is_another_kind(old: ManifestSettings, new: ManifestSettings) -> bool:
+    """Return whether Kubernetes cannot change the objects of one into those of the other."""
+    fixed = ("form", "disk", "storage_class")
+    return new.form == "job" or any(getattr(old, one) != getattr(new, one) for one in fixed)
+
+
+def render(
+    job: Job, settings: ManifestSettings, token: Token | None = None, files: Mapping[str, str] | None = None
+) -> list[Document]:
     """Return the objects to apply, in order, with a Secret if there is a token for it.
 
-    `job` must be for `settings.workers` ranks.
+    `files` are the job's, by default the job file alone.
     """
+    content = dict(files or files_of(job, Path()))
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
+    config = f"{settings.name}-job-{digest}"
+    documents = [_object("Namespace", {"name": settings.namespace, "labels": {"pod-security.kubernetes.io/enforce":
+                                                                             "restricted"}})]  # fmt: skip
+    if token is not None:
+        documents.append(secret("token", token))
+    documents.append({**_object("ConfigMap", {"name": "job"}), "data": content})
     kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
-    documents: list[Document] = []
     for name in kustomization["resources"]:
         documents += [document for document in yaml.safe_load_all((BASE / name).read_text()) if document]
-    content = yaml.safe_dump(job.model_dump(exclude_none=True), sort_keys=False)
-    documents.insert(
-        1, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "job"}, "data": {"job.yaml": content}}
-    )
-    if token is not None:
-        documents.insert(1, secret(token))
+    documents = [made for document in documents for made in _for_classes(document, settings)]
     labels = {key: value for entry in kustomization["labels"] for key, value in entry["pairs"].items()}
     for document in documents:
         metadata = document["metadata"]
-        metadata["labels"] = {**metadata.get("labels", {}), **labels}
         if document["kind"] == "Namespace":
-            metadata["name"] = settings.namespace
-        else:
-            metadata["namespace"] = settings.namespace
-        if document["kind"] in ("Deployment", "StatefulSet") and settings.image:
+            continue
+        metadata["labels"] = {**metadata.get("labels", {}), **labels}
+        metadata["namespace"] = settings.namespace
+        for subject in document.get("subjects", []):
+            subject["namespace"] = settings.namespace
+        _name(document, settings.name, config)
+        if document["kind"] == "Deployment":
+            metadata["annotations"] = {SETTINGS: settings.to_json()}
+            _environment(document)["WORLD_SIZE"]["value"] = str(settings.workers)
+        if settings.image and document["kind"] in ("Deployment", "StatefulSet", "Job"):
             containers(document)[0]["image"] = settings.image
-        if document["kind"] == "StatefulSet":
-            _set_workers(document, job, settings)
     return documents
 
 
-def secret(token: Token) -> Document:
-    """Return the Secret from which the pods of a job take their token."""
-    content = {"token": token.text}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET}, "type": "Opaque", "stringData": content}
+def _object(kind: str, metadata: Document) -> Document:
+    return {"apiVersion": "v1", "kind": kind, "metadata": metadata}
+
+
+def secret(name: str, token: Token) -> Document:
+    """Return the Secret of this name from which the pods of a job take their token."""
+    return {**_object("Secret", {"name": name}), "type": "Opaque", "stringData": {"token": token.text}}
 
 
 def containers(document: Document) -> list[Document]:
-    """Return the containers of a Deployment or StatefulSet."""
+    """Return the containers of a Deployment, a StatefulSet or a Job."""
     found: list[Document] = document["spec"]["template"]["spec"]["containers"]
     return found
 
 
-def version(workers: Document) -> tuple[str | None, int, str, Document]:
-    """Return what must change in a StatefulSet for its pods to be replaced."""
-    template = workers["spec"]["template"]
-    digest = template["metadata"].get("annotations", {}).get(DIGEST)
-    (container,) = containers(workers)
-    return digest, workers["spec"]["replicas"], container["image"], container["resources"]
+def _environment(document: Document) -> dict[str, Document]:
+    return {entry["name"]: entry for entry in containers(document)[0]["env"]}
 
 
-def _set_workers(document: Document, job: Job, settings: ManifestSettings) -> None:
-    """Fill in what the StatefulSet of the workers has from the job and its settings."""
-    document["spec"]["replicas"] = settings.workers
-    document["metadata"]["annotations"] = {SETTINGS: settings.to_json()}
-    template = document["spec"]["template"]
-    template["metadata"]["annotations"] = {DIGEST: job.digest()}
+def _name(value: Any, name: str, config: str) -> None:
+    """Give an object, and what it refers to, the names of a job, and its labels and selectors that of the instance."""
+
+    def own(text: str) -> str:
+        return config if text == "job" else f"{name}-{text.removeprefix('job-')}"
+
+    if isinstance(value, list):
+        for entry in value:
+            _name(entry, name, config)
+    if not isinstance(value, dict):
+        return
+    if value.get(NAME) == "horizonml":
+        value[INSTANCE] = name
+    for key, found in value.items():
+        if key in ("serviceName", "secretName", "serviceAccountName", "subdomain"):
+            value[key] = own(found)
+        elif key == "resourceNames":
+            value[key] = [own(one) for one in found]
+        elif key in ("metadata", "configMap", "roleRef") and "name" in found and "containers" not in value:
+            found["name"] = own(found["name"]) if found["name"] != "data" else "data"
+        elif key == "subjects":
+            for one in found:
+                one["name"] = own(one["name"])
+        elif key == "value" and isinstance(found, str):  # of an environment variable: an address, or an object
+            value[key] = re.sub(r"(^|/)job-", rf"\g<1>{name}-", found)
+        _name(value[key], name, config)
+
+
+def _for_classes(document: Document, settings: ManifestSettings) -> list[Document]:
+    """Return the objects that one of the base becomes: that of the workers, one for each class of them."""
+    if document["kind"] == "Role":
+        document["rules"][0]["resourceNames"] = [f"job-{settings.classes[0].name}"]
+        if settings.form == "job":
+            document["rules"][0].update(apiGroups=["batch"], resources=["jobs/status"])
+    if document["kind"] != "StatefulSet":
+        return [document]
+    found, first = [], 0
+    for one in settings.classes:
+        made = copy.deepcopy(document)
+        made["metadata"]["name"] = one.name
+        _set_class(made, one, settings)
+        if len(settings.classes) > 1:
+            ranks = {"name": "HORIZONML_RANKS", "value": f"{first}-{first + one.count - 1}"}
+            containers(made)[0]["env"].append(ranks)
+            first += one.count
+        found.append(_as_job(made, settings) if settings.form == "job" else made)
+    return found
+
+
+def _set_class(document: Document, one: WorkerClass, settings: ManifestSettings) -> None:
+    """Fill in what the StatefulSet of a class has from that class and the settings."""
+    spec, pod = document["spec"], document["spec"]["template"]["spec"]
+    spec["replicas"] = one.count
+    for labels in (
+        document["metadata"]["labels"],
+        spec["selector"]["matchLabels"],
+        spec["template"]["metadata"]["labels"],
+    ):
+        labels[CLASS] = one.name
     (worker,) = containers(document)
-    for entry in worker["env"]:
-        if entry["name"] == "WORLD_SIZE":
-            entry["value"] = str(settings.workers)
-    resources = worker["resources"]
-    if settings.cpu:
-        resources["limits"]["cpu"] = resources["requests"]["cpu"] = settings.cpu
-    if settings.memory:
-        resources["limits"]["memory"] = resources["requests"]["memory"] = settings.memory
-    if settings.storage_class:
-        for claim in document["spec"]["volumeClaimTemplates"]:
+    env, limits, asked = _environment(document), worker["resources"]["limits"], worker["resources"]["requests"]
+    env["HORIZONML_KUBE_OBJECT"]["value"] = f"apps/v1/statefulsets/job-{settings.classes[0].name}"
+    if one.cpu == NODE:  # no limit, and the number of threads is the node's; two such workers would share it
+        del limits["cpu"]
+        apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {NAME: "horizonml"}}}
+        pod["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+        apart["labelSelector"]["matchLabels"] = dict(spec["template"]["metadata"]["labels"])  # type: ignore[index]
+    elif one.cpu:
+        limits["cpu"] = asked["cpu"] = one.cpu
+    if one.memory:
+        limits["memory"] = asked["memory"] = one.memory
+    nodes = {**({"kubernetes.io/arch": one.arch} if one.arch else {}), **one.node}
+    if nodes:
+        pod["nodeSelector"] = nodes
+    if one.accelerator:
+        limits[one.accelerator] = "1"
+        if one.accelerator.startswith("nvidia.com/"):  # and not auto: a worker whose GPU cannot be used says so
+            worker["env"].append({"name": "HORIZONML_DEVICE", "value": "cuda"})
+        pod["tolerations"] = [{"key": one.accelerator, "operator": "Exists", "effect": "NoSchedule"}]
+    if settings.ttl is not None:
+        worker["env"].append({"name": "HORIZONML_TTL", "value": str(settings.ttl)})
+    for claim in spec.get("volumeClaimTemplates", []):
+        if settings.storage_class:
             claim["spec"]["storageClassName"] = settings.storage_class
+        if settings.disk:
+            claim["spec"]["resources"]["requests"]["storage"] = settings.disk
+
+
+def _as_job(workers: Document, settings: ManifestSettings) -> Document:
+    """Return the workers of a StatefulSet as an Indexed Job, which ends, and which Kueue can queue and suspend.
+
+    Its workers have no disks of their own: they use the claim NAME-data, which all of them share, if there is one.
+    """
+    spec, template = workers["spec"], copy.deepcopy(workers["spec"]["template"])
+    pod, (worker,) = template["spec"], template["spec"]["containers"]
+    worker["args"].remove("--stay")
+    for entry in worker["env"]:
+        if entry["name"] == "HORIZONML_KUBE_OBJECT":
+            entry["value"] = entry["value"].replace("apps/v1/statefulsets", "batch/v1/jobs")
+    pod.update(restartPolicy="Never", subdomain=spec["serviceName"])
+    pod["volumes"].append({"name": "data", "emptyDir": {"sizeLimit": settings.disk or "2Gi"}})
+    labels = {
+        **workers["metadata"]["labels"],
+        **({"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}),
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {**workers["metadata"], "labels": labels},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": spec["replicas"],
+            "parallelism": spec["replicas"],
+            "backoffLimit": 20,
+            "podReplacementPolicy": "Failed",
+            # Nodes that are drained, and runs that make room for others, are no failures.
+            "podFailurePolicy": {
+                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            },
+            **({"suspend": True} if settings.queue else {}),
+            **({"ttlSecondsAfterFinished": settings.ttl} if settings.ttl is not None else {}),
+            "template": template,
+        },
+    }
 
 
 def for_workers(job: Job, workers: int) -> Job:

@@ -19,8 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from horizonml.machine.signals import explain_signal
 from horizonml.text import human_bytes, printable
 
+PROGRESS = "horizonml/progress"  # annotation of a job's first workers, which the leading rank writes
 PHASES = ("compute", "transfer", "wait")
 Samples = dict[str, float]
+Object = dict[str, Any]
 
 
 class Activity(Enum):
@@ -63,10 +65,12 @@ class RankStatus:
 
 
 def parse(text: str) -> Samples:
-    """Return the values of metrics by `name` or `name{key=value}`, without the label `rank`."""
+    """Return the values of metrics by `name` or `name{key=value}`, without the label `rank`, which is one of them."""
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if "rank" in sample.labels:
+                found["rank"] = float(sample.labels["rank"])
             labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()) if key != "rank")
             found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
     return found
@@ -110,13 +114,13 @@ def _activity(condition: PodCondition, metrics: Samples) -> tuple[Activity, str]
     """Return what a rank is doing, and that in words."""
     if metrics.get("horizonml_complete") == 1:
         return Activity.COMPLETE, "Complete"
-    if condition.state is PodState.READY:
-        return Activity.TRAINING, "Training"
-    if condition.state is not PodState.RUNNING:
+    if condition.state not in (PodState.READY, PodState.RUNNING):
         return Activity.UNKNOWN, condition.phase
     missing = sorted(_labels(metrics, "horizonml_waiting_for_rank", "peer"), key=int)
     if missing:
         return Activity.WAITING, f"Waits for rank {', '.join(missing)}"
+    if condition.state is PodState.READY:
+        return Activity.TRAINING, "Training"
     return Activity.STARTING, "Starting"
 
 
@@ -135,6 +139,14 @@ def problems(rows: Iterable[RankStatus], conditions: Mapping[int, PodCondition])
     if len(generations) > 1:
         found.append(f"ranks are in different generations {sorted(map(str, generations))}: they are just forming again")
     return found
+
+
+def job_row(name: str, workers: Sequence[Object]) -> list[str]:
+    """Return a job's row in the list of jobs, from its workers' StatefulSets or Jobs."""
+    wanted = sum(one["spec"].get("replicas", one["spec"].get("parallelism", 0)) for one in workers)
+    ready = sum(one.get("status", {}).get("readyReplicas", one.get("status", {}).get("active")) or 0 for one in workers)
+    notes = [one["metadata"].get("annotations", {}).get(PROGRESS) for one in workers]
+    return [name, str(wanted), str(ready), next((note for note in notes if note), "-")]
 
 
 def _labels(samples: Samples, metric: str, label: str) -> list[str]:
@@ -166,7 +178,6 @@ def _split(before: Samples, after: Samples) -> list[float | None]:
     return [None, None, None]
 
 
-Object = dict[str, Any]
 _UNITS = (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10))
 
 

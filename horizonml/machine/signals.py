@@ -43,6 +43,7 @@ class StopRequest:
         self.wanted = False
         self.at_once = False
         self.number: int | None = None  # the signal that came last
+        self.is_replaced = False  # whether another job takes the place of this one
         self._interrupted = False
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
@@ -50,6 +51,12 @@ class StopRequest:
         if number == signal.SIGINT:
             self.at_once, self._interrupted = self._interrupted, True
         self.wanted, self.number = True, number
+
+    def replace(self) -> None:
+        """Note that another job takes the place of this one."""
+        if not self.is_replaced:
+            self.wanted = self.is_replaced = True
+            print("another job replaces this one: it stops after this step", flush=True)
 
 
 @contextmanager

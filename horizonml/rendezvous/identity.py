@@ -2,6 +2,10 @@
 
 A launcher inside another's job must come first: an `mpirun` in a Slurm batch job inherits SLURM_PROCID=0.
 
+In Kubernetes the number of workers may change while they run, so only the rendezvous service is told how many there
+are to be (HORIZONML_ELASTIC), and a worker asks it. A job may have several classes of workers, each of which numbers
+its pods from 0: HORIZONML_RANKS says which ranks those have.
+
 A process whose environment names no rank asks the service for a number: the lowest that no living rank holds. The
 number of a rank that was started with it, and is lost, comes last: whatever started that rank starts it again.
 """
@@ -13,16 +17,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from horizonml.errors import IdentityError
-from horizonml.rendezvous.messages import (
-    NumberRequest,
-)
+from horizonml.rendezvous.messages import NumberRequest
+from horizonml.rendezvous.wire import MOST_RANKS
 
 Environment = Mapping[str, str]
 
 
+ELASTIC = "HORIZONML_ELASTIC"  # set where the rendezvous service knows the world size
+RANKS = "HORIZONML_RANKS"  # of the class of workers that a pod belongs to: "2-4"; pods beyond them ask for a number
+ASKED = -1  # a rank, or a world size, for which the rendezvous service is asked
+
+
 @dataclass(frozen=True)
 class Identity:
-    """The rank of this process and the world size, and the source that gave them."""
+    """The rank of this process and the world size, and the source that gave them; either may be `ASKED`."""
 
     rank: int
     world_size: int
@@ -32,6 +40,9 @@ class Identity:
 # The first that knows wins: the variables of the rank and of the world size, what sets them, and what must be set, too.
 _SOURCES = (
     ("RANK", "WORLD_SIZE", "RANK", None),  # torchrun, Compose and our own launcher
+    # PET_NPROC_PER_NODE is the number of the pod's cores, all of which one rank uses.
+    ("PET_NODE_RANK", "PET_NNODES", "Kubeflow Trainer", None),
+    ("JOB_COMPLETION_INDEX", "WORLD_SIZE", "Indexed Job", "WORLD_SIZE"),
     ("POD_INDEX", "WORLD_SIZE", "StatefulSet", "WORLD_SIZE"),  # the label apps.kubernetes.io/pod-index
     ("HOSTNAME", "WORLD_SIZE", "StatefulSet", "WORLD_SIZE"),  # of a pod, which ends with its ordinal
     ("HOROVOD_RANK", "HOROVOD_SIZE", "horovodrun", None),  # over gloo
@@ -56,6 +67,8 @@ def identify(env: Environment, most: int | None = None) -> Identity | None:
 
     `most` ranks may take part (parallel.max_workers), where that is more than the world size.
     """
+    if (elastic := _elastic(env)) is not None:
+        return elastic
     found = next((found for source in _SOURCES if (found := _from(env, *source)) is not None), None)
     if found is not None and found.rank >= max(found.world_size, most or 0):
         last = max(found.world_size, most or 0) - 1
@@ -64,6 +77,24 @@ def identify(env: Environment, most: int | None = None) -> Identity | None:
             "(parallel.max_workers makes room for more)"
         )
     return found
+
+
+def _elastic(env: Environment) -> Identity | None:
+    """Return the identity of a pod whose world size the rendezvous service knows. Raises IdentityError."""
+    if env.get(ELASTIC, "").lower() not in ("1", "true", "yes"):
+        return None
+    for name, _, source, _ in _SOURCES[1:5]:
+        found = _from({**env, "WORLD_SIZE": "1", "PET_NNODES": "1"}, name, "WORLD_SIZE", source, None)
+        if found is None:
+            continue
+        bounds = re.fullmatch(r"(\d+)-(\d+)", env.get(RANKS, f"0-{MOST_RANKS - 1}"))
+        if bounds is None:
+            raise IdentityError(f"{RANKS} is {env[RANKS]!r}; it must be the first and the last rank, such as 2-4")
+        rank = int(bounds[1]) + found.rank
+        return Identity(rank if rank <= int(bounds[2]) else ASKED, ASKED, source)
+    raise IdentityError(
+        f"{ELASTIC} is set, but nothing numbers this pod: it must belong to a StatefulSet or an Indexed Job"
+    )
 
 
 def local_rank(env: Environment) -> int:

@@ -60,6 +60,8 @@ class RendezvousSettings:
     min_world_size: int = 1  # ranks without which survivors do not go on
     max_world_size: int = 0  # ranks that may take part; 0 if no more than the world size
     begin_with: int = 0  # ranks with which a first meeting may begin when no others come; 0 if it takes all
+    begin_after: float = 10.0  # seconds without a further rank, after which it does
+    files: str = ""  # what identifies the job's files, where the service knows them, too
     link_port: int = 29401  # where this machine takes the data of ranks on other machines
 
 
@@ -69,8 +71,11 @@ class Observer(Protocol):
     def say_waiting(self, text: str) -> None:
         """Tell the user, on every rank, what is waited for; called now and then."""
 
-    def waiting(self, ranks: Sequence[int]) -> None:
-        """Take note that these ranks are waited for; called whenever they change."""
+    def waiting(self, ranks: Sequence[int], first: bool) -> None:
+        """Take note that these ranks are waited for; called whenever they change.
+
+        `first` says that no group has formed yet that this rank could have joined.
+        """
 
 
 def meet(
@@ -106,20 +111,21 @@ def ask_rank(
     endpoint: Endpoint,
     observer: Observer,
     cancelled: Callable[[], bool] = lambda: False,
+    own: int | None = None,
 ) -> Identity:
     """Let the service at `endpoint` give this process a rank number in the run of this job that meets there.
 
-    `world_size` holds if no rank of the run is there yet. The number is kept for this process for a minute. Raises
-    RendezvousError, and Cancelled when `cancelled` says so.
+    `world_size` holds if no rank of the run is there yet, and the service knows no other. The number is kept for this
+    process for a minute; a process that has its `own` asks for the world size alone. Raises RendezvousError, and
+    Cancelled when `cancelled` says so.
     """
     deadline = time.monotonic() + settings.timeout
     client = connect(endpoint, settings.timeout, deadline, observer, cancelled)
     try:
         host_id = f"{machine_id()}/{route_to(endpoint.host, endpoint.port)[0]}"
         most = max(world_size, settings.max_world_size)
-        ask = fields_of(
-            Ask(secrets.randbits(62), NumberRequest(host_id, os.getpid(), settings.digest, world_size, most)), "ask"
-        )
+        request = NumberRequest(host_id, os.getpid(), settings.digest, world_size, most, own)
+        ask = fields_of(Ask(secrets.randbits(62), request), "ask")
         reminder = _Reminder(observer)
         while (given := read(Number, client.ask(ask, _ANSWER_SECONDS)).number) is None:
             if cancelled():
@@ -217,9 +223,10 @@ class _Meeting:
             if withdrawn is None:
                 waiting_for = _in_words(status)
                 links.are_asked(status)
-                if status.missing != missing:
-                    missing = status.missing
-                    self.observer.waiting(list(missing))
+                first = self.before is None and not status.running
+                if (status.missing, first) != missing:
+                    missing = status.missing, first
+                    self.observer.waiting(list(status.missing), first)
                 reminder.say(waiting_for)
                 asked = self.cancelled()
                 if asked or time.monotonic() >= self.deadline:
@@ -250,6 +257,8 @@ class _Meeting:
             min_world_size=self.settings.min_world_size,
             max_world_size=self.settings.max_world_size,
             begin_with=self.settings.begin_with,
+            begin_after=self.settings.begin_after,
+            files=self.settings.files,
             up=seconds_up(),
             link_port=self.settings.link_port,
         )

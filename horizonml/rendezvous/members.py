@@ -136,7 +136,6 @@ class Completion:
 
 
 ABSENT_SECONDS = 0.75  # three heartbeats: who has sent none for so long is not awaited once the others are back
-_BEGIN_SECONDS = 10.0  # after its last join, a first meeting begins with fewer ranks than the world size, where it may
 _MAJORITY_SECONDS = 4.0  # after its last join, the majority of a group that an earlier service formed goes on
 
 
@@ -167,7 +166,7 @@ def _short_of_first(party: Members, settled: float, now: float) -> str | None:
         words = f"waiting for rank {_listed(absent)} to join"
         if not 0 < one.begin_with <= count:
             return words
-        left = _BEGIN_SECONDS - (now - max(member.joined for member in party.values()))
+        left = one.begin_after - (now - max(member.joined for member in party.values()))
         if left > 0:
             return f"{words}, for {left:.0f} s at most (parallel.min_workers)"
     return None if now >= settled else "waiting for a group that may run here already"

@@ -35,6 +35,7 @@ from horizonml.rendezvous.messages import (
     Nothing,
     Peers,
     Resume,
+    Resumed,
     SetKey,
     Unreached,
 )
@@ -63,6 +64,7 @@ class Heartbeat(threading.Thread):
         self._telling = threading.Lock()
         self._callbacks: list[OnEnd] = []
         self._said: set[str] = set()  # why ranks are held back, as far as it was reported
+        self.on_replaced: Callable[[], object] = lambda: None
         self.stop = threading.Event()
         self.newcomers: Sequence[int] = ()
         self.ended: Ended | None = None
@@ -112,8 +114,11 @@ class Heartbeat(threading.Thread):
             self._tell(answer.ended)
         elif self.ended is None and not answer.status.member:
             with self._telling:
-                if not self.stop.is_set():
-                    self._contact.ask(fields_of(self._resume, "resume"))
+                if self.stop.is_set():
+                    return
+                resumed = read(Resumed, self._contact.ask(fields_of(self._resume, "resume")))
+            if resumed.replaced:
+                self.on_replaced()
 
     def _tell(self, ended: Ended) -> None:
         with self._telling:
@@ -233,6 +238,10 @@ class Membership:
         it is called at once, from this thread. After `leave` it is not called any more.
         """
         self._heartbeat.on_end(callback)
+
+    def on_replaced(self, callback: Callable[[], object]) -> None:
+        """Call this, from the heartbeat's thread, when another job has replaced the one that this group trains."""
+        self._heartbeat.on_replaced = callback
 
     def name_lost(self, error: PeerLost, patience: float = 2.4 * BEAT_SECONDS) -> PeerLost:
         """Return the same error, naming the ranks that are lost, as soon as the service knows them.

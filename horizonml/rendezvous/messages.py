@@ -64,6 +64,8 @@ class Fingerprint:
     min_world_size: WorldSize = 1  # ranks without which training does not go on
     max_world_size: Size = 0  # ranks that may take part; 0 if no more than `world_size`
     begin_with: Size = 0  # ranks with which training may begin when no others come; 0 if it takes all
+    begin_after: Seconds = 10.0  # without a further rank, after which it does
+    files: Name = ""  # what identifies the job's files, where it was started with some (see `runtime.command`)
     up: Seconds = 0.0  # since its process was started
     link_port: Annotated[int, whole(1, 65535)] = 29401  # where its machine takes the data of ranks on other machines
 
@@ -221,6 +223,7 @@ class NumberRequest:
     digest: Name  # of the job
     world_size: WorldSize  # with which it would begin
     most: WorldSize  # ranks that may take part
+    rank: Rank | None = None  # that it has already, if it asks for the world size alone
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,13 @@ class Number:
     """The answer to `Ask`: no number as long as it is not clear who is there."""
 
     number: GivenNumber | None = None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The answer to `Resume`: whether the group is to stop, because another job has replaced its own."""
+
+    replaced: bool = False
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,12 @@ class Over(ValueError):
 class Roster:
     """Knows who waits, who is in the newest group, and what was refused lately. Times are seconds of any clock."""
 
-    def __init__(self, settled: float = float("-inf")) -> None:
-        """Hold no first meeting until `settled`, because a group that runs already may have to report first."""
+    def __init__(self, settled: float = float("-inf"), workers: int | None = None) -> None:
+        """Hold no first meeting until `settled`, because a group that runs already may have to report first.
+
+        Ranks that ask for the world size learn that of the others, or else that it is `workers`.
+        """
+        self._workers = workers
         self.lock = threading.RLock()  # held by whoever uses a roster that several threads use
         self._settled = settled
         self._members: Members = {}
@@ -164,12 +168,15 @@ class Roster:
         held = {one.rank: (one.host_id, one.pid) for one in members}
         held |= dict.fromkeys(self._newest.expected(now) - set(held), ("", 0))
         before = self._crashes.known(ask.digest) | self._newest.ranks
-        rank = self._numbers.give(ask, held, self._crashes.closed(ask.digest, now), before, now)
+        rank = ask.rank
+        if rank is None:
+            rank = self._numbers.give(ask, held, self._crashes.closed(ask.digest, now), before, now)
         if rank is None:
             raise ValueError(
                 f"the run takes at most {ask.most} ranks (parallel.max_workers), and all their numbers are in use"
             )
-        world_size = next((one.world_size for one in members if one.digest == ask.digest), ask.world_size)
+        given = self._workers or ask.world_size
+        world_size = next((one.world_size for one in members if one.digest == ask.digest), given)
         return GivenNumber(rank, world_size)
 
     def keep_number(self, rank: int, process: tuple[str, int], now: float, seconds: float) -> bool:

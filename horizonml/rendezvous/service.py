@@ -40,6 +40,7 @@ from horizonml.rendezvous.messages import (
     BeatAnswer,
     Ended,
     Farewell,
+    Fingerprint,
     GetKeys,
     GroupStatus,
     HeldBack,
@@ -50,6 +51,7 @@ from horizonml.rendezvous.messages import (
     Number,
     Peers,
     Resume,
+    Resumed,
     SetKey,
     Unreached,
 )
@@ -119,12 +121,15 @@ class Service:
 
     def __init__(
         self, listener: socket.socket, tls: ssl.SSLContext | None = None, settle: float = 0.0,
-        handlers: Handlers | None = None, roster: Roster | None = None,
+        handlers: Handlers | None = None, roster: Roster | None = None, files: str = "",
     ) -> None:  # fmt: skip
         """Serve on a listening socket, which the service takes over; `handlers` answer further kinds of requests.
 
         No first meeting is held for `settle` seconds: a group may run here that met at the service before this one.
+        A service that was started with a job's `files` serves no rank that was started with others: those files have
+        been replaced, so such a rank is refused, and a group that runs with them is asked to stop.
         """
+        self._files = files
         self.port = int(listener.getsockname()[1])
         self._server = Server(listener, tls, self._handle)
         self._roster = roster or Roster(time.monotonic() + settle)
@@ -187,6 +192,10 @@ class Service:
         if "join" in peer.state:
             raise ValueError("this connection speaks for another join")
         one = request.join
+        if self._is_replaced(one):
+            self._bind(peer, request.id)
+            self._keep(Refused([request.id], "another job has replaced the one that this rank was started for"))
+            return at_once()
         self._roster.join(request.id, one, time.monotonic())
         self._bind(peer, request.id)
         _log.info("rank %d of %d joined from %s", one.rank, one.world_size, one.place)
@@ -198,6 +207,9 @@ class Service:
             raise ValueError("this connection speaks for another join")
         if self._generation.get(number, one.generation) != one.generation:
             raise ValueError(f"its join is a member of generation {self._generation[number]}")
+        if self._is_replaced(one):
+            self._bind(peer, number)
+            return at_once(Resumed(replaced=True))
         if number in self._farewells:  # it has left, or was declared lost; its next heartbeat is told so
             self._bind(peer, number)
             return at_once()
@@ -214,6 +226,9 @@ class Service:
             self._groups.setdefault(one.generation, {})[one.rank] = number
             _log.info("rank %d runs in generation %d", one.rank, one.generation)
         return at_once()
+
+    def _is_replaced(self, one: Fingerprint) -> bool:
+        return bool(self._files and one.files) and self._files != one.files
 
     def _bind(self, peer: Peer, number: int) -> None:
         peer.state["join"], peer.stays, self._changed = number, True, True

@@ -11,6 +11,7 @@ accepts that.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -30,11 +32,13 @@ from horizonml.machine.code import python_module
 from horizonml.machine.network import is_loopback, listen
 from horizonml.machine.signals import LAUNCHER, StopRequest, handling, launcher_name
 from horizonml.rendezvous.client import Endpoint
+from horizonml.rendezvous.roster import Roster
 from horizonml.rendezvous.service import SETTLE_SECONDS, Service
 from horizonml.runtime.process import run_and_exit
 from horizonml.security.token import INSECURE, TOKEN, Token, find_token, make_token
 
 RENDEZVOUS = "HORIZONML_RENDEZVOUS"
+JOB_FOLDER = "HORIZONML_JOB_FOLDER"  # the job's files, for a service and for ranks that are replaced with them
 STOP_SECONDS = 60.0  # for ranks that were asked to stop, to finish their step and save a checkpoint
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # see prctl(2)
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -177,10 +181,26 @@ def warn_of_strangers(address: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
 
-def serve(host: str, port: int, inherited: int | None, without_token: bool) -> None:
+def job_files() -> str:
+    """Return what identifies the files that this process was started with, or nothing if it does not matter.
+
+    In Kubernetes the service and the workers are started with the same files. When those are replaced, the service is
+    started anew and stops the ranks that run with the earlier ones (see `Service`).
+    """
+    folder = os.environ.get(JOB_FOLDER)
+    if not folder:
+        return ""
+    found = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if path.is_file() and not path.name.startswith("."):
+            found.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return found.hexdigest()[:16]
+
+
+def serve(host: str, port: int, inherited: int | None, without_token: bool, workers: int | None) -> None:
     """Serve the rendezvous on an address, or on an inherited listening socket, until SIGTERM or SIGINT.
 
-    Raises RendezvousError or SecurityError.
+    Ranks that ask for the world size learn that it is `workers`. Raises RendezvousError or SecurityError.
     """
     stop = StopRequest()
     with handling(stop.note):
@@ -189,14 +209,17 @@ def serve(host: str, port: int, inherited: int | None, without_token: bool) -> N
             warn_of_strangers(f"{host}:{port}")
         listener = listen(host, port) if inherited is None else socket.socket(fileno=inherited)
         # If ranks have met earlier at a service at this address, the service waits for those.
-        service = Service(listener, tls_of(token), settle=SETTLE_SECONDS if inherited is None else 0.0)
+        roster = Roster(time.monotonic() + (SETTLE_SECONDS if inherited is None else 0.0), workers)
+        service = Service(listener, tls_of(token), roster=roster, files=job_files())
         print(f"rendezvous service on {host}:{service.port}", flush=True)
         service.run(lambda: stop.wanted)
 
 
-def become_service(host: str, port: int, inherited: int | None, without_token: bool) -> NoReturn:
+def become_service(
+    host: str, port: int, inherited: int | None, without_token: bool, workers: int | None = None
+) -> NoReturn:
     """Let this process be one that does nothing but `serve`, in half the memory that the command line takes."""
-    options = json.dumps([host, port, inherited, without_token])
+    options = json.dumps([host, port, inherited, without_token, workers])
     sys.stdout.flush()
     os.execv(sys.executable, python_module(__name__, options))  # noqa: S606  (no shell is involved)
 

@@ -25,7 +25,7 @@ from horizonml.machine.signals import Cancelled, handling, leave_at_once, stop_o
 from horizonml.plan.plan import facts_of
 from horizonml.plan.spec import MOST_WORKERS
 from horizonml.planner.strategies import syncs_of
-from horizonml.rendezvous.identity import Identity, local_rank
+from horizonml.rendezvous.identity import ASKED, Identity, local_rank
 from horizonml.runtime.command import RENDEZVOUS, STOP_SECONDS, endpoint_for
 from horizonml.runtime.local import TOGETHER, LocalRun
 from horizonml.runtime.outcome import Outcome
@@ -54,8 +54,11 @@ def train_as_rank(
     sys.stdout = PatientStream(sys.stdout)
     check_strategy(job)
     endpoint = None
+    elastic = isinstance(identity, Identity) and identity.world_size == ASKED
     if isinstance(identity, str):
         endpoint = endpoint_for(_split_address(identity, "--join"))
+    elif elastic:
+        endpoint = endpoint_for(_rendezvous_address(job))
     else:
         _check_world_size(job, identity)
         grows = (job.parallel.max_workers or 1) > 1 and (job.rendezvous.address or RENDEZVOUS in os.environ)
@@ -68,33 +71,40 @@ def train_as_rank(
             from horizonml.telemetry.http import MetricsServer
             from horizonml.telemetry.metrics import Metrics
 
-        if isinstance(identity, str):
+        settings = settings_for(job, elastic)
+        if isinstance(identity, str) or elastic:
             assert endpoint is not None
+            own = None if isinstance(identity, str) or identity.rank == ASKED else identity.rank
             try:
                 world_size = job.parallel.world_size()
-                identity = ask_rank(settings_for(job), world_size, endpoint, _Sayer(), lambda: stop.wanted)
+                identity = ask_rank(settings, world_size, endpoint, _Sayer(), lambda: stop.wanted, own)
             except Cancelled:
                 print(_farewell(job, Outcome.STOPPED_WAITING, None), flush=True)
                 return Outcome.STOPPED_WAITING
-            print(f"rank {identity.rank}: this is the number that the rendezvous service has given", flush=True)
+            if own is None:
+                print(f"rank {identity.rank}: this is the number that the rendezvous service has given", flush=True)
             _check_world_size(job, identity)
-        own, server = Metrics(identity.rank), None
+        metered, server = Metrics(identity.rank), None
         if metrics is not None:
             host, port = metrics
-            server = MetricsServer(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
+            server = MetricsServer(metered.registry, (host, port + local_rank(os.environ)), lambda: metered.unready)
         # The launcher ends all ranks when one is lost; elsewhere something will restart the lost rank.
-        worker = Worker(job, identity, endpoint, own, stop, observer)
+        worker = Worker(job, identity, endpoint, metered, stop, observer, settings)
         outcome = worker.run(fresh, rejoin=TOGETHER not in os.environ)
         prefix = f"rank {identity.rank}: " if identity.rank else ""
         print(prefix + _farewell(job, outcome, worker.newest_checkpoint, worker.step), flush=True)
         if outcome in (Outcome.COMPLETE, Outcome.ALREADY_COMPLETE, Outcome.COMPLETE_WITHOUT):
-            own.completed()
+            metered.completed()
             if stay and not stop.wanted:
                 print(f"rank {identity.rank} stays, to be watched; SIGTERM ends it", flush=True)
                 while not stop.wanted:
                     time.sleep(0.2)
             elif server is not None:  # or the end would look like a crash
                 server.last_look(lambda: stop.wanted)
+        elif stop.is_replaced and stay:  # or Kubernetes would start it again, with the files that were replaced
+            print(f"rank {identity.rank} waits until its pod is replaced, too", flush=True)
+            while stop.number is None:
+                time.sleep(0.2)
         return outcome
 
 
@@ -105,7 +115,7 @@ class _Sayer:
         """Tell the user."""
         print(text, file=sys.stderr, flush=True)
 
-    def waiting(self, ranks: Sequence[int]) -> None:
+    def waiting(self, ranks: Sequence[int], first: bool) -> None:
         """Take no note: nobody watches a process that has no rank."""
 
 

@@ -23,6 +23,8 @@ from horizonml.machine.accelerator import computing
 from horizonml.machine.host import device_name, keep_freed_memory, machine_id, raise_descriptor_limit
 from horizonml.machine.network import AddressProbe
 from horizonml.machine.signals import Cancelled, StopRequest
+from horizonml.plan.plan import facts_of
+from horizonml.plan.spec import MOST_WORKERS
 from horizonml.rendezvous.client import Endpoint
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.rendezvous.meeting import JobComplete, RendezvousSettings, meet
@@ -34,7 +36,7 @@ from horizonml.rendezvous.messages import (
 )
 from horizonml.runtime.agreement import prepare
 from horizonml.runtime.checks import use_device
-from horizonml.runtime.command import token_of_rank
+from horizonml.runtime.command import job_files, token_of_rank
 from horizonml.runtime.generation import Generation
 from horizonml.runtime.life import Life
 from horizonml.runtime.outcome import Outcome
@@ -185,20 +187,32 @@ class LinkWatch(threading.Thread):
         return []
 
 
+_ELASTIC_BEGIN_SECONDS = 60.0  # longer than nodes that pull an image at the same time are apart
 _OWN_DESCRIPTORS, _DESCRIPTORS_PER_PEER = 32, 4  # that a rank has open at a time, at least
 
 
-def settings_for(job: Job) -> RendezvousSettings:
-    """Return what a rank of a job joins for."""
+def settings_for(job: Job, elastic: bool = False) -> RendezvousSettings:
+    """Return what a rank of a job joins for.
+
+    In an `elastic` run the number of workers changes while they run. If the job says nothing else, as many may take
+    part as its strategy allows, and those that are left after all were stopped begin without those that come no more.
+    """
     parallel = job.parallel
+    most, begin_with, begin_after = parallel.max_workers, parallel.min_workers, RendezvousSettings.begin_after
+    if elastic and parallel.stages is None:
+        most = most or facts_of(parallel.strategy).max_workers or MOST_WORKERS
+        if begin_with is None:
+            begin_with, begin_after = parallel.min_world_size(), _ELASTIC_BEGIN_SECONDS
     return RendezvousSettings(
         job.name,
         job.digest(),
         job.rendezvous.timeout,
         job.rendezvous.replace_timeout,
         parallel.min_world_size(),
-        parallel.max_workers or 0,
-        parallel.min_workers or 0,
+        most or 0,
+        begin_with or 0,
+        begin_after,
+        job_files(),
         link_port(job.security.port),
     )
 
@@ -214,8 +228,13 @@ class Worker:
         metrics: Metrics,
         stop: StopRequest,
         observer: Observer | None = None,
+        settings: RendezvousSettings | None = None,
     ) -> None:
-        """`endpoint` is the rendezvous service's; None for a world of one. Rank 0 hands its records to `observer`."""
+        """`endpoint` is the rendezvous service's; None for a world of one. Rank 0 hands its records to `observer`.
+
+        The rank joins with these `settings`, by default those of a job whose number of workers stays as it is.
+        """
+        self._settings = settings or settings_for(job)
         self._observer = observer
         self._job, self._identity, self._endpoint = job, identity, endpoint
         self._metrics, self._stop = metrics, stop
@@ -271,7 +290,7 @@ class Worker:
         if self._endpoint is None:
             return self._train(life, None)
         membership, fruitless = None, 0
-        settings = settings_for(job)
+        settings = self._settings
         while not self._stop.wanted:
             before = life.steps
             old = membership
@@ -282,6 +301,7 @@ class Worker:
             except JobComplete:
                 return Outcome.COMPLETE_WITHOUT
             self._rank = membership.rank
+            membership.on_replaced(self._stop.replace)
             if life.outage is not None and old is not None:
                 # A rank that was taken for lost may be back already.
                 life.outage = replace(life.outage, lost=_missing(old, membership) or life.outage.lost)
@@ -325,9 +345,9 @@ class Worker:
         prefix = f"rank {self._identity.rank}: " if self._identity.rank else ""
         print(prefix + text, file=sys.stderr if self._rank else sys.stdout, flush=True)
 
-    def waiting(self, ranks: Sequence[int]) -> None:
+    def waiting(self, ranks: Sequence[int], first: bool) -> None:
         """Show that these ranks have not come yet."""
-        self._metrics.waiting(ranks)
+        self._metrics.waiting(ranks, first)
 
     def _train(self, life: Life, membership: Membership | None, rejoin: bool = False) -> Outcome:
         """Train as a member of one group, which takes in newcomers if its ranks can `rejoin`."""

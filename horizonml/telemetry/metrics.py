@@ -171,13 +171,15 @@ class Metrics(Collector):
         """Ask `carried` what the tunnel to other machines has counted, by metric, whenever Prometheus asks."""
         self._carried = carried
 
-    def waiting(self, ranks: Iterable[int]) -> None:
-        """Note that the rank is not in a group, because these ranks are missing."""
+    def waiting(self, ranks: Iterable[int], first: bool = False) -> None:
+        """Note that the rank is not in a group, because these ranks are missing.
+
+        Before the `first` group forms, its process counts as ready: a cluster that replaces pods one by one goes on.
+        """
         self._goodput.broke()
         missing = sorted(ranks)
-        self.unready = (
-            f"waiting for rank {', '.join(map(str, missing))}" if missing else "waiting for the group to form"
-        )
+        words = f"waiting for rank {', '.join(map(str, missing))}" if missing else "waiting for the group to form"
+        self.unready = None if first else words
         self._put("ready", 0)
         self._put("world_size", 0)
         self._clear("waiting_for_rank")

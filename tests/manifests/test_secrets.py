@@ -16,7 +16,7 @@ import yaml
 
 from horizonml.cli.up import _MANIFEST
 from horizonml.job.schema import Job
-from horizonml.kube.render import SECRET, ManifestSettings, render, secret
+from horizonml.kube.render import ManifestSettings, render, secret
 from horizonml.security.token import make_token, parse_token
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,31 +94,32 @@ def test_the_file_for_compose_is_made_kept_and_rotated(tmp_path: Path) -> None:
 def test_every_way_makes_the_secret_that_the_pods_mount() -> None:
     token = make_token()
     made = [
-        yaml.safe_load(run(sys.executable, "-I", "-S", str(SCRIPT), "secret").stdout),
-        yaml.safe_load(_MANIFEST.format(token=token.text)),
-        secret(token),
+        yaml.safe_load(run(sys.executable, "-I", "-S", str(SCRIPT), "secret", "digits").stdout),
+        yaml.safe_load(_MANIFEST.format(name="digits", token=token.text)),
+        secret("digits-token", token),
     ]
     for document in made:
         parse_token(document["stringData"].pop("token"))
-        assert document == {**made[0], "metadata": {"name": SECRET}}
+        assert document == made[0]
     assert made[0] == {
-        "apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET}, "type": "Opaque", "stringData": {},
+        "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "digits-token"}, "type": "Opaque", "stringData": {},
     }  # fmt: skip
-    first, second = (run(sys.executable, str(SCRIPT), "secret").stdout for _ in range(2))
+    first, second = (run(sys.executable, str(SCRIPT), "secret", "digits").stdout for _ in range(2))
     assert first != second
 
 
 def test_a_submitted_job_has_a_secret_of_its_own_and_shows_it_nowhere_else() -> None:
     job, token = Job.model_validate({"parallel": {"strategy": "ddp", "workers": 3}}), make_token()
-    documents = render(job, ManifestSettings("team", 3), token)
+    documents = render(job, ManifestSettings("team", "mine"), token)
     (found,) = [document for document in documents if document["kind"] == "Secret"]
     assert documents.index(found) == 1  # after the namespace, before the pods
     assert found["metadata"]["namespace"] == "team"
+    assert found["metadata"]["name"] == "mine-token"
     assert found["metadata"]["labels"]["app.kubernetes.io/part-of"] == "horizonml"
     assert found["stringData"] == {"token": token.text}
     documents.remove(found)
     assert token.text not in str(documents)
-    assert documents == render(job, ManifestSettings("team", 3))
+    assert documents == render(job, ManifestSettings("team", "mine"))
     assert [d for d in documents if d["kind"] == "NetworkPolicy"]
     assert all(d["metadata"]["namespace"] == "team" for d in documents if d["kind"] == "NetworkPolicy")
 
