@@ -262,7 +262,7 @@ def _name(value: Any, name: str, config: str) -> None:
     if value.get(NAME) == "horizonml":
         value[INSTANCE] = name
     for key, found in value.items():
-        if key in ("serviceName", "secretName", "serviceAccountName", "subdomain"):
+        if key in ("serviceName", "secretName", "serviceAccountName", "subdomain", "claimName"):
             value[key] = own(found)
         elif key == "resourceNames":
             value[key] = [own(one) for one in found]
@@ -293,8 +293,9 @@ def _for_classes(document: Document, settings: ManifestSettings) -> list[Documen
             ranks = {"name": "HORIZONML_RANKS", "value": f"{first}-{first + one.count - 1}"}
             containers(made)[0]["env"].append(ranks)
             first += one.count
-        found.append(_as_job(made, settings) if settings.form == "job" else made)
-    return found
+        found += as_job(made, settings) if settings.form == "job" else [made]
+    claims = [one for one in found if one["kind"] == "PersistentVolumeClaim"]
+    return [*claims[:1], *(one for one in found if one not in claims)]  # which all classes share
 
 
 def _set_class(document: Document, one: WorkerClass, settings: ManifestSettings) -> None:
@@ -336,10 +337,10 @@ def _set_class(document: Document, one: WorkerClass, settings: ManifestSettings)
             claim["spec"]["resources"]["requests"]["storage"] = settings.disk
 
 
-def _as_job(workers: Document, settings: ManifestSettings) -> Document:
+def as_job(workers: Document, settings: ManifestSettings) -> list[Document]:
     """Return the workers of a StatefulSet as an Indexed Job, which ends, and which Kueue can queue and suspend.
 
-    Its workers have no disks of their own: they use the claim NAME-data, which all of them share, if there is one.
+    Its workers have no disks of their own. With `settings.disk` they share a claim, from which a suspended job goes on.
     """
     spec, template = workers["spec"], copy.deepcopy(workers["spec"]["template"])
     pod, (worker,) = template["spec"], template["spec"]["containers"]
@@ -347,31 +348,35 @@ def _as_job(workers: Document, settings: ManifestSettings) -> Document:
     for entry in worker["env"]:
         if entry["name"] == "HORIZONML_KUBE_OBJECT":
             entry["value"] = entry["value"].replace("apps/v1/statefulsets", "batch/v1/jobs")
+    data: Document = {"emptyDir": {"sizeLimit": "2Gi"}}
+    claims: list[Document] = []
+    if settings.disk:
+        (claim,) = spec["volumeClaimTemplates"]
+        claims = [{**_object("PersistentVolumeClaim", {"name": "disk", "labels": {NAME: "horizonml"}}), **claim}]
+        claims[0]["metadata"] = {"name": "disk", "labels": {NAME: "horizonml"}}
+        claims[0]["spec"]["accessModes"] = ["ReadWriteMany"]
+        data = {"persistentVolumeClaim": {"claimName": "disk"}}
     pod.update(restartPolicy="Never", subdomain=spec["serviceName"])
-    pod["volumes"].append({"name": "data", "emptyDir": {"sizeLimit": settings.disk or "2Gi"}})
-    labels = {
-        **workers["metadata"]["labels"],
-        **({"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}),
-    }
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {**workers["metadata"], "labels": labels},
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": spec["replicas"],
-            "parallelism": spec["replicas"],
-            "backoffLimit": 20,
-            "podReplacementPolicy": "Failed",
-            # Nodes that are drained, and runs that make room for others, are no failures.
-            "podFailurePolicy": {
-                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-            },
-            **({"suspend": True} if settings.queue else {}),
-            **({"ttlSecondsAfterFinished": settings.ttl} if settings.ttl is not None else {}),
-            "template": template,
+    pod["volumes"].append({"name": "data", **data})
+    metadata = copy.deepcopy(workers["metadata"])
+    if settings.queue:
+        metadata["labels"]["kueue.x-k8s.io/queue-name"] = settings.queue
+        metadata["annotations"] = {"kueue.x-k8s.io/elastic-job": "true"}
+    job = {
+        "completionMode": "Indexed",
+        "completions": spec["replicas"],
+        "parallelism": spec["replicas"],
+        "backoffLimit": 20,
+        "podReplacementPolicy": "Failed",
+        # Nodes that are drained, and jobs that make room for others, are no failures.
+        "podFailurePolicy": {
+            "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
         },
+        **({"suspend": True} if settings.queue else {}),
+        **({"ttlSecondsAfterFinished": settings.ttl} if settings.ttl is not None else {}),
+        "template": template,
     }
+    return [*claims, {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job}]
 
 
 def for_workers(job: Job, workers: int) -> Job:

@@ -73,5 +73,9 @@ def _peer(peer: Document, own: Pod, other: Pod) -> bool:
 
 
 def _matches(selector: Document, labels: dict[str, str]) -> bool:
-    assert set(selector) <= {"matchLabels"}, "these tests know no other kind of selector"
-    return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
+    assert set(selector) <= {"matchLabels", "matchExpressions"}, "these tests know no other kind of selector"
+    expressions = selector.get("matchExpressions", [])
+    assert all(one["operator"] == "In" for one in expressions)
+    return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()) and all(
+        labels.get(one["key"]) in one["values"] for one in expressions
+    )

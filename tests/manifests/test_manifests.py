@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,13 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from kubeflow_trainer_api import models
 
+from horizonml.errors import JobError
 from horizonml.job.jobfile import load
+from horizonml.job.schema import Job
+from horizonml.kube.render import ManifestSettings, WorkerClass
+from horizonml.kube.render import render as objects_of
 from tests.manifests.policies import Pod, allowed
 from tests.programs import need
 
@@ -20,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "1.28"
 OVERLAYS = ["dp", "mp", "hybrid"]
 COMPONENTS = ["monitoring", "monitoring-standalone", "downloads", "open-network", "jetson", "gpu"]
+WORKLOADS = ("StatefulSet", "Deployment", "Job")
 CUSTOM = ("monitoring.coreos.com/v1",)  # of the Prometheus operator: not in Kubernetes' schemas
 
 
@@ -66,7 +74,7 @@ def validate(documents: list[dict[str, Any]]) -> None:
             kubernetes_validate.validate(document, version, strict=True)
 
 
-@pytest.mark.parametrize("folder", [*OVERLAYS, "kind"])
+@pytest.mark.parametrize("folder", [*OVERLAYS, "job", "kind"])
 def test_what_users_apply_is_valid(folder: str) -> None:
     validate(render(ROOT / "k8s" / folder))
 
@@ -76,48 +84,153 @@ def test_components_can_be_added(tmp_path: Path, component: str) -> None:
     documents = render(with_components(tmp_path, "dp", [component]))
     validate(documents)
     plain = render(ROOT / "k8s" / "dp")
-    workers = find(documents, "StatefulSet", "worker")["spec"]["template"]["spec"]
-    (worker,) = workers["containers"]
-    if component == "gpu":
-        assert worker["resources"]["limits"]["nvidia.com/gpu"] == "1"
-        assert "memory" in worker["resources"]["limits"]
-        assert {"name": "HORIZONML_DEVICE", "value": "cuda"} in worker["env"]
-    elif component == "jetson":
-        affinity = workers["affinity"]
-        (term,) = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-        assert term["matchExpressions"] == [{"key": "kubernetes.io/arch", "operator": "In", "values": ["arm64"]}]
-        (rule,) = affinity["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-        assert rule["topologyKey"] == "kubernetes.io/hostname"
+    workers = find(documents, "StatefulSet", "digits-worker")["spec"]["template"]["spec"]
+    if component in ("gpu", "jetson"):
+        job = find(render(with_components(tmp_path / "job", "job", ["job", component])), "Job", "digits-job-worker")
+        for pod in (workers, job["spec"]["template"]["spec"]):
+            check_placed(pod, component)
     elif component == "open-network":
         assert {d["kind"] for d in plain} - {d["kind"] for d in documents} == {"NetworkPolicy"}
     else:
         assert len(documents) > len(plain)
 
 
-def test_the_job_component_takes_the_place_of_the_stateful_set() -> None:
-    documents = render(ROOT / "k8s" / "job")
-    validate(documents)
-    assert not [d for d in documents if d["kind"] == "StatefulSet"]
-    job, workers = find(documents, "Job", "worker"), find(render(ROOT / "k8s" / "dp"), "StatefulSet", "worker")
-    spec = job["spec"]
-    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (5, 5, "Indexed")
-    # All but what a Job must have otherwise is the same.
-    ours, theirs = (d["spec"]["template"]["spec"] for d in (job, workers))
-    ours, theirs = dict(ours), dict(theirs)
-    for container in (ours["containers"][0], theirs["containers"][0]):
-        container["env"] = [entry for entry in container["env"] if entry["name"] != "POD_INDEX"]
-        container["args"] = container["args"][:2]
-    for key in ("restartPolicy", "subdomain", "volumes"):
-        ours.pop(key), theirs.pop(key, None)
-    assert ours == theirs
+def check_placed(pod: dict[str, Any], component: str) -> None:
+    """That a component which is about nodes has reached a pod."""
+    (worker,) = pod["containers"]
+    if component == "gpu":
+        assert worker["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        assert "memory" in worker["resources"]["limits"]
+        assert {"name": "HORIZONML_DEVICE", "value": "cuda"} in worker["env"]
+        return
+    affinity = pod["affinity"]
+    (term,) = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term["matchExpressions"] == [{"key": "kubernetes.io/arch", "operator": "In", "values": ["arm64"]}]
+    (rule,) = affinity["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert rule["topologyKey"] == "kubernetes.io/hostname"
+
+
+def comparable(document: dict[str, Any], configs: set[str]) -> Any:
+    """An object without the name of its ConfigMap, which is a hash, and without what only one of the two ways adds."""
+    text = json.dumps(document)
+    for name in configs:
+        text = text.replace(name, "CONFIG")
+    made = json.loads(text)
+    made["metadata"].pop("annotations", None)
+    for claim in made.get("spec", {}).get("volumeClaimTemplates", []):
+        claim["metadata"].pop("labels", None)  # Kubernetes gives it those of the selector
+    return made
+
+
+@pytest.mark.parametrize("overlay", [*OVERLAYS, "job"])
+def test_what_kubectl_applies_is_what_submit_sends(overlay: str) -> None:
+    name = "digits-job" if overlay == "job" else "digits"
+    path = ROOT / "k8s" / overlay / "job.yaml"
+    settings = ManifestSettings("horizonml", name, form="job" if overlay == "job" else "statefulset")
+    submitted = objects_of(load(path), settings, files={"job.yaml": path.read_text()})
+    applied = {(one["kind"], one["metadata"]["name"]): one for one in render(ROOT / "k8s" / overlay)}
+    hashed = next(key for key in applied if key[0] == "ConfigMap")
+    names = {one["metadata"]["name"] for one in submitted if one["kind"] == "ConfigMap"} | {hashed[1]}
+    for one in submitted:
+        if one["kind"] != "Namespace":
+            is_config = one["kind"] == "ConfigMap"
+            other = applied.pop(hashed if is_config else (one["kind"], one["metadata"]["name"]))
+            assert comparable(one, names) == comparable(other, names)
+    assert not applied
+
+
+def test_jobs_in_one_namespace_do_not_select_each_other() -> None:
+    """What selects pods selects those of its own job alone, and no two jobs have an object of the same name."""
+    jobs = [objects_of(Job(), ManifestSettings("team", name)) for name in ("one", "one-more")]
+    names = [{(d["kind"], d["metadata"]["name"]) for d in documents if d["kind"] != "Namespace"} for documents in jobs]
+    assert not names[0] & names[1]
+    for name, documents in zip(("one", "one-more"), jobs, strict=True):
+        selectors = list(found_in(documents, ("matchLabels", "selector")))
+        assert len(selectors) > 8
+        for selector in selectors:
+            if "app.kubernetes.io/name" in selector:
+                assert selector["app.kubernetes.io/instance"] == name
+    ranks = [Pod("team", {**RANK.labels, "app.kubernetes.io/instance": name}) for name in ("one", "one-more")]
+    everything = [document for documents in jobs for document in documents]
+    assert allowed(everything, ranks[0], ranks[0], 29401)
+    assert not allowed(everything, ranks[0], ranks[1], 29401)
+
+
+def found_in(value: Any, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """The dictionaries of nested values that stand under one of some keys."""
+    for key, found in value.items() if isinstance(value, dict) else enumerate(value):
+        if key in keys and isinstance(found, dict):
+            yield found
+        if isinstance(found, dict | list):
+            yield from found_in(found, keys)
+
+
+def test_classes_of_workers_have_ranks_one_after_the_other(tmp_path: Path) -> None:
+    texts = (
+        "pc=2,cpu=8,memory=4Gi",
+        "jetson=1,arch=arm64,accelerator=nvidia.com/gpu",
+        "pi=3,cpu=node,example.com/board=pi5",
+    )
+    classes = tuple(map(WorkerClass.parse, texts))
+    for form in ("statefulset", "job"):
+        documents = objects_of(Job(), ManifestSettings("team", "mine", classes, form=form))
+        validate(documents)
+        kind = "StatefulSet" if form == "statefulset" else "Job"
+        pods = [find(documents, kind, f"mine-{one.name}")["spec"]["template"] for one in classes]
+        env = [{entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]} for pod in pods]
+        assert [one["HORIZONML_RANKS"] for one in env] == ["0-1", "2-2", "3-5"]
+        assert {one["HORIZONML_KUBE_OBJECT"].rpartition("/")[2] for one in env} == {"mine-pc"}
+        assert find(documents, "Role", "mine-worker")["rules"][0]["resourceNames"] == ["mine-pc"]
+        resources = [pod["spec"]["containers"][0]["resources"] for pod in pods]
+        assert resources[0] == {key: {"cpu": "8", "memory": "4Gi"} for key in ("limits", "requests")}
+        assert resources[1]["limits"]["nvidia.com/gpu"] == "1"
+        assert "cpu" not in resources[2]["limits"]
+        assert [pod["spec"].get("nodeSelector") for pod in pods] == [
+            None, {"kubernetes.io/arch": "arm64"}, {"example.com/board": "pi5"},
+        ]  # fmt: skip
+        rendezvous = find(documents, "Deployment", "mine-rendezvous")["spec"]["template"]["spec"]["containers"][0]
+        assert {"name": "WORLD_SIZE", "value": "6"} in rendezvous["env"]
+    for text, words in (
+        ("pi", "a number of workers"), ("Pi=2", "lower-case"), ("pi=0", "at least one"),
+        ("pi=1,cores=4", "'cores' is neither"), ("pi=1,cpu=much", "not an amount"), ("pi=1,cpu", "not KEY=VALUE"),
+        ("job-x=1", "are taken"),
+    ):  # fmt: skip
+        with pytest.raises(JobError, match=words):
+            WorkerClass.parse(text)
+
+
+@pytest.mark.parametrize("name", ["jobset/jobset.yaml", "kubeflow/runtime.yaml", "kubeflow/trainjob.yaml"])
+def test_objects_of_kubeflow_and_jobset_are_what_those_projects_models_read(name: str) -> None:
+    """The models drop what they do not know, so what comes back must be equal."""
+    kinds = {
+        "JobSet": models.JobsetV1alpha2JobSet,
+        "ClusterTrainingRuntime": models.TrainerV1alpha1ClusterTrainingRuntime,
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+    }
+    for document in yaml.safe_load_all((ROOT / "k8s" / name).read_text()):
+        if document["kind"] not in kinds:
+            validate([document])
+            continue
+        made = kinds[document["kind"]].from_dict(document)
+        assert made is not None
+        assert made.to_dict() == document
+        if document["kind"] != "TrainJob":
+            spec = document["spec"].get("template", document)["spec"]
+            for member in spec["replicatedJobs"]:
+                template = {
+                    "apiVersion": "v1",
+                    "kind": "Pod",
+                    "metadata": {"name": "x"},
+                    "spec": member["template"]["spec"]["template"]["spec"],
+                }
+                validate([template])
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_conventions(overlay: str) -> None:
     documents = render(ROOT / "k8s" / overlay)
-    workers, service = find(documents, "StatefulSet", "worker"), find(documents, "Service", "worker")
+    workers, service = find(documents, "StatefulSet", "digits-worker"), find(documents, "Service", "digits-worker")
     assert workers["spec"]["podManagementPolicy"] == "Parallel"
-    assert workers["spec"]["updateStrategy"] == {"type": "OnDelete"}
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
     for document in documents:
@@ -127,7 +240,8 @@ def test_conventions(overlay: str) -> None:
         selector = document["spec"]["selector"]["matchLabels"]
         assert "app.kubernetes.io/part-of" not in selector
         pod = document["spec"]["template"]["spec"]
-        assert pod["automountServiceAccountToken"] is False
+        # Only workers may write something to the cluster: see test_a_worker_may_write_its_own_progress_alone.
+        assert pod["automountServiceAccountToken"] is (document["kind"] == "StatefulSet")
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["runAsUser"] == 10001
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -141,10 +255,11 @@ def test_conventions(overlay: str) -> None:
         assert not container["image"].endswith(":latest")
     (worker,) = workers["spec"]["template"]["spec"]["containers"]
     env = {entry["name"]: entry for entry in worker["env"]}
-    assert env["WORLD_SIZE"]["value"] == str(workers["spec"]["replicas"])
+    assert "WORLD_SIZE" not in env
     assert env["OMP_NUM_THREADS"]["valueFrom"]["resourceFieldRef"]["resource"] == "limits.cpu"
     assert "--stay" in worker["args"]
-    namespace = find(documents, "Namespace", "horizonml")
+    assert not [d for d in documents if d["kind"] in ("Namespace", "Secret")]  # which `kubectl delete -k` would delete
+    namespace = yaml.safe_load((ROOT / "k8s" / "namespace.yaml").read_text())
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
 
 
@@ -152,10 +267,24 @@ def test_the_number_of_replicas_is_the_one_knob(tmp_path: Path) -> None:
     folder = with_components(tmp_path, "dp", [])
     path = folder / "kustomization.yaml"
     path.write_text(path.read_text().replace("count: 5", "count: 3"))
-    workers = find(render(folder), "StatefulSet", "worker")
-    (worker,) = workers["spec"]["template"]["spec"]["containers"]
-    assert workers["spec"]["replicas"] == 3
-    assert {entry["name"]: entry.get("value") for entry in worker["env"]}["WORLD_SIZE"] == "3"
+    documents = render(folder)
+    assert find(documents, "StatefulSet", "digits-worker")["spec"]["replicas"] == 3
+    (service,) = find(documents, "Deployment", "digits-rendezvous")["spec"]["template"]["spec"]["containers"]
+    assert {entry["name"]: entry.get("value") for entry in service["env"]}["WORLD_SIZE"] == "3"
+
+
+def test_a_worker_may_write_its_own_progress_alone() -> None:
+    documents = render(ROOT / "k8s" / "dp")
+    # The status of an object and its annotations, and not what runs there.
+    own = {"apiGroups": ["apps"], "resources": ["statefulsets/status"], "resourceNames": ["digits-worker"]}
+    assert find(documents, "Role", "digits-worker")["rules"] == [
+        {**own, "verbs": ["patch"]},
+        {"apiGroups": [""], "resources": ["events"], "verbs": ["create"]},
+    ]  # fmt: skip
+    binding = find(documents, "RoleBinding", "digits-worker")
+    assert binding["roleRef"]["name"] == "digits-worker"
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "digits-worker", "namespace": "horizonml"}]
+    assert not [d for d in documents if d["kind"] in ("ClusterRole", "ClusterRoleBinding")]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -166,9 +295,10 @@ def test_job_files_are_valid_and_what_the_overlay_says(overlay: str) -> None:
     assert data == {"job.yaml": (ROOT / "k8s" / overlay / "job.yaml").read_text()}
 
 
-def part(component: str) -> Pod:
+def part(component: str, instance: str = "digits") -> Pod:
     """A pod of a job."""
-    return Pod("horizonml", {"app.kubernetes.io/name": "horizonml", "app.kubernetes.io/component": component})
+    labels = {"app.kubernetes.io/name": "horizonml", "app.kubernetes.io/component": component}
+    return Pod("horizonml", {**labels, "app.kubernetes.io/instance": instance})
 
 
 RANK, SERVICE = part("worker"), part("rendezvous")
@@ -179,17 +309,18 @@ ELSEWHERE = Pod("monitoring", {"app.kubernetes.io/name": "prometheus"}, {"kubern
 DNS = Pod("kube-system", {"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"})
 CACHE, INTERNET = Pod(address="169.254.20.10"), Pod(address="151.101.0.223")
 METADATA, ROUTER = Pod(address="169.254.169.254"), Pod(address="192.168.1.1")
+OTHER_JOB = part("worker", "other")
 
 
-@pytest.mark.parametrize("overlay", [*OVERLAYS, "job"])
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_policies_let_through_what_is_needed_and_nothing_else(overlay: str) -> None:
     documents = render(ROOT / "k8s" / overlay)
     needed = {
         ("RANK", "SERVICE", 29400), ("RANK", "RANK", 29401), ("PROMETHEUS", "RANK", 9400), ("RANK", "DNS", 53),
         ("RANK", "CACHE", 53),
     }  # fmt: skip
-    names = ["RANK", "SERVICE", "STRANGER", "DISGUISED", "PROMETHEUS", "ELSEWHERE", "DNS", "CACHE", "INTERNET",
-             "METADATA", "ROUTER"]  # fmt: skip
+    names = ["RANK", "SERVICE", "STRANGER", "OTHER_JOB", "DISGUISED", "PROMETHEUS", "ELSEWHERE", "DNS", "CACHE",
+             "INTERNET", "METADATA", "ROUTER"]  # fmt: skip
     ports = (22, 53, 80, 443, 8400, 9400, 29400, 29401, 40000)
     pods = {name: globals()[name] for name in names}
     ours = ("RANK", "SERVICE")
@@ -203,6 +334,10 @@ def test_policies_let_through_what_is_needed_and_nothing_else(overlay: str) -> N
     assert found == needed
     assert allowed(documents, RANK, DNS, 53, "UDP")
     assert not allowed(documents, SERVICE, DNS, 53, "UDP")
+    # The API server may have any private address.
+    assert allowed(documents, RANK, ROUTER, 6443)
+    assert not allowed(documents, RANK, INTERNET, 6443)
+    assert not allowed(documents, SERVICE, ROUTER, 6443)
 
 
 def test_downloads_reach_the_internet_alone(tmp_path: Path) -> None:
@@ -216,7 +351,7 @@ def test_downloads_reach_the_internet_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("overlay", [*OVERLAYS, "job"])
 def test_pods_have_the_token_from_a_secret_that_is_in_no_manifest_and_ports_that_services_use(overlay: str) -> None:
-    documents = render(ROOT / "k8s" / overlay)
+    documents, name = render(ROOT / "k8s" / overlay), "digits-job" if overlay == "job" else "digits"
     assert not [d for d in documents if d["kind"] == "Secret"]
     pods = [d["spec"]["template"]["spec"] for d in documents if d["kind"] in ("StatefulSet", "Deployment", "Job")]
     assert len(pods) == 2
@@ -228,7 +363,7 @@ def test_pods_have_the_token_from_a_secret_that_is_in_no_manifest_and_ports_that
         assert file == f"{mount['mountPath']}/token"
         assert mount["readOnly"] is True
         # Kubernetes gives such files to root, and lets the pod's group read them.
-        assert volume["secret"] == {"secretName": "horizonml-token", "defaultMode": 0o400}
+        assert volume["secret"] == {"secretName": f"{name}-token", "defaultMode": 0o400}
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"] == 10001
     opened = {
         (port["name"], port["containerPort"])
