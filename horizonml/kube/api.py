@@ -29,7 +29,7 @@ from horizonml.errors import ClusterError
 from horizonml.job.jobfile import parse as parse_job
 from horizonml.job.schema import Job
 from horizonml.kube.render import CLASS, INSTANCE, SETTINGS, Document, ManifestSettings, select
-from horizonml.kube.status import Object, PodCondition, PodState, RankStatus, Samples, condition, parse, rank_status
+from horizonml.kube.status import Object, PodCondition, RankStatus, Samples, condition, missing, parse, rank_status
 from horizonml.rendezvous.wire import MOST_RANKS
 from horizonml.text import nearest
 
@@ -331,18 +331,18 @@ class KubeCluster:
             time.sleep(pause)
             seconds = time.monotonic() - started
             after = list(threads.map(self._metrics, pods))
-        nodes, everything = self._nodes()
+        (nodes, everything), events = self._nodes(), self._events()
         rows, conditions = [], {}
         for pod, first_look, last_look in zip(pods, before, after, strict=True):
             rank = rank_of(pod, last_look or first_look)
             node = pod["spec"].get("nodeName")
-            conditions[rank] = condition(pod, nodes, everything or pods)
+            conditions[rank] = condition(pod, nodes, everything or pods, events)
             rows.append(rank_status(rank, node, conditions[rank], first_look, last_look, seconds))
         for one in workers:
             first, last = ranks_of(one["spec"]["template"])
             wanted = int(one["spec"].get("replicas", one["spec"].get("completions", 0)))
             for rank in set(range(first, min(first + wanted - 1, last) + 1)) - set(conditions):
-                conditions[rank] = PodCondition(PodState.MISSING)
+                conditions[rank] = missing(f"{one['metadata']['name']}-{rank - first}", events)
                 rows.append(rank_status(rank, None, conditions[rank], {}, {}, seconds))
         return sorted(rows, key=lambda row: row.rank), conditions
 
@@ -351,6 +351,14 @@ class KubeCluster:
         if not any("running" in (c.get("state") or {}) for c in pod["status"].get("containerStatuses") or []):
             return {}
         return self._scraper.scrape(str(pod["metadata"]["name"]))
+
+    def _events(self) -> list[Object]:
+        """Return the namespace's Events, or nothing if those may not be seen."""
+        try:
+            found = self._core.list_namespaced_event(self.namespace, _request_timeout=_TIMEOUT).items
+        except (ApiException, urllib3.exceptions.HTTPError):
+            return []
+        return [self._plain(event) for event in found]
 
     def _nodes(self) -> tuple[list[Object], list[Object]]:
         """Return all nodes and pods, or nothing if that may not be seen."""

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, StrEnum, auto
+from itertools import takewhile
 from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
@@ -210,9 +211,11 @@ class PodCondition:
         return self.detail or self.state.value
 
 
-def condition(pod: Object, nodes: Sequence[Object], pods: Sequence[Object]) -> PodCondition:
-    """Return a worker's condition; `pods` are all pods on the nodes."""
-    name = str(pod["metadata"]["name"])
+def condition(
+    pod: Object, nodes: Sequence[Object], pods: Sequence[Object], events: Sequence[Object] = ()
+) -> PodCondition:
+    """Return a worker's condition; `pods` are all pods on the nodes, and `events` all Events of the pod's namespace."""
+    name, space = str(pod["metadata"]["name"]), str(pod["metadata"].get("namespace", "NAMESPACE"))
     status = pod["status"]
     if pod["metadata"].get("deletionTimestamp"):
         return PodCondition(PodState.TERMINATING)
@@ -228,14 +231,18 @@ def condition(pod: Object, nodes: Sequence[Object], pods: Sequence[Object]) -> P
                 "push it to a registry that the node reaches, load it into the node, or name another with --image",
             )
         if reason == "CreateContainerConfigError":
-            return PodCondition(PodState.MISCONFIGURED, f"{name}: {waiting.get('message', reason)}")
+            why = str(waiting.get("message", reason))
+            return PodCondition(PodState.MISCONFIGURED, f"{name}: {why}", fix=_remedy(why, space))
+        if (state.get("terminated") or {}).get("exitCode") == 0:
+            return PodCondition(PodState.ENDED)
         if reason == "CrashLoopBackOff" or "terminated" in state:
             why = f"{name}: {_ending(pod, ended)}"
             return PodCondition(PodState.ENDED, why, reason or None, _fix(pod, ended))
         if "running" in state:
-            ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or [])
-            again = container.get("restartCount", 0)
-            if ready or not again:  # a worker that is in the group again has no problem any more
+            known = next((c for c in status.get("conditions") or [] if c["type"] == "Ready"), {"status": "False"})
+            ready, again = known["status"] == "True", container.get("restartCount", 0)
+            was_ready = known.get("lastTransitionTime", "") > (state["running"].get("startedAt") or "9")
+            if ready or was_ready or not again:  # a worker that has been in the group again has no problem any more
                 return PodCondition(PodState.READY if ready else PodState.RUNNING)
             times = "once" if again == 1 else f"{again} times"
             why = _ending(pod, ended) if ended else "Kubernetes does not know why it ended"
@@ -243,13 +250,59 @@ def condition(pod: Object, nodes: Sequence[Object], pods: Sequence[Object]) -> P
             return PodCondition(PodState.RUNNING, why, fix=_fix(pod, ended))
     for entry in status.get("conditions") or []:
         if entry["type"] == "PodScheduled" and entry["status"] == "False":
-            return PodCondition(
-                PodState.PENDING, f"{name}: {_not_scheduled(pod, entry.get('message', ''), nodes, pods)}"
-            )
+            why = _not_scheduled(pod, entry.get("message", ""), nodes, pods, events)
+            return PodCondition(PodState.PENDING, f"{name}: {why}", fix=_remedy(why, space))
+    warning = _warning(events, kind="Pod", name=name, uid=pod["metadata"].get("uid"))
+    if status.get("phase") == "Pending" and warning is not None:
+        fix = _remedy(warning, space) or f"kubectl -n {space} describe pod {name}"
+        return PodCondition(PodState.MISCONFIGURED, f"{name}: {warning}", fix=fix)
     # A pod that was evicted, or whose node has shut down, has no container that could tell.
     reason = status.get("reason")
     problem = f"{name}: {reason}: {status.get('message') or 'no message'}" if reason else None
     return PodCondition(PodState.OTHER, problem, status.get("phase"))
+
+
+def missing(name: str, events: Sequence[Object]) -> PodCondition:
+    """Return the condition of a pod that is not there, with the reason why it could not be made, if there is one."""
+    told = [one for one in events if one.get("reason") == "FailedCreate" and f" {name} " in one.get("message", "")]
+    if not told:
+        return PodCondition(PodState.MISSING)
+    why, space = printable(max(told, key=_when)["message"]), told[0]["metadata"].get("namespace", "NAMESPACE")
+    return PodCondition(PodState.MISSING, f"{name}: {why}", fix=_remedy(why, space))
+
+
+def _when(event: Object) -> str:
+    series = event.get("series") or {}
+    return str(series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime") or "")
+
+
+def _warning(events: Sequence[Object], **about: str | None) -> str | None:
+    """Return what is wrong with an object by its newest Events, unless something has gone well since.
+
+    Of several warnings, one that names what is missing says more than that it has been waited for in vain.
+    """
+    own = [one for one in events if about.items() <= one["involvedObject"].items()]
+    recent = takewhile(lambda event: event.get("type") == "Warning", sorted(own, key=_when, reverse=True))
+    found = [printable(str(event.get("message"))) for event in recent]
+    return next(filter(_ABSENT.search, found), found[0] if found else None)
+
+
+_ABSENT = re.compile(r'\b(secret|configmap|serviceaccount|storageclass)(?:\.storage\.k8s\.io)? "([^"]+)" not found')
+
+
+def _remedy(problem: str, namespace: str) -> str | None:
+    """Return what to do about an object that is not there, None if the problem is another one."""
+    absent = _ABSENT.search(problem)
+    if absent is None:
+        return None
+    if absent[1] == "storageclass":
+        return (
+            "name one of `kubectl get storageclass` with --storage-class; a claim keeps its class, so first delete "
+            f"those that are Pending (kubectl -n {namespace} delete pvc CLAIM)"
+        )
+    if absent[1] == "secret" and "token" in absent[2]:
+        return f"make the token: horizonml token --secret {absent[2]} | kubectl apply --namespace {namespace} -f -"
+    return f"make it (kubectl -n {namespace} create {absent[1]} --help), or apply the job's manifests again"
 
 
 def _ending(pod: Object, ended: Object) -> str:
@@ -301,11 +354,16 @@ def _fix(pod: Object, ended: Object) -> str | None:
     )
 
 
-def _not_scheduled(pod: Object, message: str, nodes: Sequence[Object], pods: Sequence[Object]) -> str:
+def _not_scheduled(
+    pod: Object, message: str, nodes: Sequence[Object], pods: Sequence[Object], events: Sequence[Object]
+) -> str:
     """Return why a pod was not placed on a node; Kubernetes says it as text only."""
     if "PersistentVolumeClaim" in message or "persistentvolumeclaim" in message:
         claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"].get("volumes", [])
                   if "persistentVolumeClaim" in volume]  # fmt: skip
+        told = filter(None, (_warning(events, kind="PersistentVolumeClaim", name=claim) for claim in claims))
+        if why := next(told, None):
+            return f"no disk for claim {', '.join(claims)}: {why}"
         return (
             f"no disk for claim {', '.join(claims)}; is there a default storage class (kubectl get storageclass)? Name "
             "one with --storage-class"

@@ -1,0 +1,95 @@
+"""What `cluster status` says of pods: what their Events tell, what has healed, and its exit code."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from horizonml.cli import cluster
+from horizonml.kube.status import PodCondition, PodState, RankStatus, condition, missing, problems
+
+
+def pod(**status: Any) -> dict[str, Any]:
+    volumes = [{"persistentVolumeClaim": {"claimName": "data-worker-3"}}]
+    metadata = {"name": "worker-3", "namespace": "team", "uid": "u1"}
+    spec = {"containers": [{"name": "worker", "image": "x:1"}], "volumes": volumes}
+    return {"metadata": metadata, "spec": spec, "status": {"phase": "Pending", **status}}
+
+
+def container(again: int = 0, **state: Any) -> dict[str, Any]:
+    return {"containerStatuses": [{"image": "x:1", "restartCount": again, **state}]}
+
+
+def unscheduled(message: str) -> dict[str, Any]:
+    return {"conditions": [{"type": "PodScheduled", "status": "False", "message": message}]}
+
+
+def happened(message: str, second: int, kind: str = "Pod", name: str = "worker-3", **fields: Any) -> dict[str, Any]:
+    about = {"kind": kind, "name": name, "uid": fields.pop("uid", "u1")}
+    stamp = {"lastTimestamp": f"2026-05-04T10:00:{second:02}Z", "metadata": {"namespace": "team"}}
+    return {"type": "Warning", "involvedObject": about, "message": message, **stamp, **fields}
+
+
+ABSENT = happened('MountVolume.SetUp failed for volume "token" : secret "j-token" not found', 5)
+
+
+@pytest.mark.parametrize(
+    ("status", "events", "problem", "fix"),
+    [
+        ({}, [ABSENT, happened("Unable to attach or mount volumes: timed out", 9)],
+         'secret "j-token" not found', "horizonml token --secret j-token | kubectl apply --namespace team"),
+        ({}, [happened('configmap "job" not found', 5), happened("other pod", 9, name="worker-4")], "configmap",
+         "kubectl -n team create configmap"),
+        ({}, [happened("nfs: no host", 5)], "worker-3: nfs: no host", "kubectl -n team describe pod worker-3"),
+        # What has healed, or was an earlier pod's, is no problem.
+        ({}, [ABSENT, happened("Pulling image", 9, type="Normal")], None, None),
+        ({}, [happened(ABSENT["message"], 5, uid="u0")], None, None),
+        ({"phase": "Running", **container(state={"running": {}})}, [ABSENT], None, None),
+        (unscheduled("pod has unbound immediate PersistentVolumeClaims"),
+         [happened('storageclass.storage.k8s.io "fast" not found', 5, "PersistentVolumeClaim", "data-worker-3")],
+         'no disk for claim data-worker-3: storageclass.storage.k8s.io "fast" not found', "kubectl get storageclass"),
+        (unscheduled('error getting PVC: storageclass.storage.k8s.io "fast" not found'), [], "fast", "--storage-class"),
+        (container(state={"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "s3" not found'}}), [],
+         'worker-3: secret "s3" not found', "kubectl -n team create secret --help"),
+    ],
+)  # fmt: skip
+def test_events_tell_what_a_pod_lacks(
+    status: dict[str, Any], events: list[dict[str, Any]], problem: str | None, fix: str | None
+) -> None:
+    found = condition(pod(**status), [], [], events)
+    assert (found.problem is None, found.fix is None) == (problem is None, fix is None), found
+    assert (problem or "") in (found.problem or "")
+    assert (fix or "") in (found.fix or "")
+
+
+def test_a_pod_that_could_not_be_made_says_why() -> None:
+    message = 'create Pod worker-1 in StatefulSet worker failed error: pods "worker-1" is forbidden: exceeded quota'
+    events = [happened(message, 5, "StatefulSet", "worker", reason="FailedCreate"), ABSENT]
+    assert missing("worker-1", events) == PodCondition(PodState.MISSING, f"worker-1: {message}")
+    assert missing("worker-11", events) == missing("worker-1", []) == PodCondition(PodState.MISSING)
+
+
+def test_what_has_healed_is_forgotten_though_the_group_forms_again() -> None:
+    """A worker that was killed, came back, and has lost another one since waits for that, and has no problem itself."""
+    killed = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    state = container(state={"running": {"startedAt": "2026-05-04T10:00:00Z"}}, lastState=killed, again=1)
+    for since, problems_left in (("2026-05-04T09:59:58Z", 1), ("2026-05-04T10:03:00Z", 0)):
+        ready = {"type": "Ready", "status": "False", "lastTransitionTime": since}
+        found = condition(pod(**state, conditions=[ready]), [], [])
+        assert len(problems([], {3: found})) == problems_left
+    done = condition(pod(**container(state={"terminated": {"exitCode": 0, "reason": "Completed"}})), [], [])
+    assert done == PodCondition(PodState.ENDED)
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_status_ends_with_1_if_something_is_wrong(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for problem, code in (("no disk", 1), (None, 0)):
+        seen = [RankStatus(3, "pi", "Pending")], {3: PodCondition(PodState.PENDING, problem)}
+        monkeypatch.setattr(
+            cluster, "_connect", lambda *_, seen=seen: SimpleNamespace(chosen=lambda _: "j", observe=lambda *_: seen)
+        )
+        result = CliRunner().invoke(cluster.app, ["status", *options])
+        assert (result.exit_code, "no disk" in result.stdout) == (code, bool(code))
