@@ -32,14 +32,14 @@ class Record:
         return {"kind": self.kind, **vars(self)}
 
 
-STEP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+STEP_SECONDS = (0.01, 0.03, 0.1, 0.25, 0.5, 1.0, 3.0, 10.0, 30.0)
 
 
 @dataclass(frozen=True)
 class MetricSpec:
     """Describes one metric. In Prometheus its name begins with `horizonml_`, and a counter's ends with `_total`."""
 
-    type: Literal["gauge", "counter", "histogram"]
+    type: Literal["gauge", "counter", "summary", "histogram"]
     name: str
     meaning: str
     labels: tuple[str, ...] = ()  # besides the rank

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import psutil
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
@@ -67,7 +67,12 @@ class Container(Collector):
 
 
 _MEASURED = {"training": "the newest global batch", "held_out": "held-out data after the newest epoch"}
-_KINDS = {"gauge": (Gauge, "set"), "counter": (Counter, "inc"), "histogram": (Histogram, "observe")}
+_KINDS = {
+    "gauge": (Gauge, "set"),
+    "counter": (Counter, "inc"),
+    "summary": (Summary, "observe"),
+    "histogram": (Histogram, "observe"),
+}
 
 
 _Series = tuple[str, ...]  # a metric's name, and the values of its own labels
@@ -211,14 +216,6 @@ class Metrics(Collector):
             ",".join(f"{stage.start}-{stage.stop - 1}" for stage in held),
             info.host,
         )
-        self._say(
-            "plan_info",
-            plan.schedule,
-            str(plan.micro_batches),
-            "|".join(",".join(map(str, stage.ranks)) for stage in plan.stages),
-            ",".join(str(stage.start) for stage in plan.stages[1:]),
-            ",".join(stage.send for stage in plan.stages[:-1]),
-        )
         for name in ("plan_step_seconds", "plan_memory_bytes", "slowdown_ratio"):
             self._clear(name)
         if info.forecast is not None:
@@ -311,15 +308,14 @@ class Metrics(Collector):
         """Note that training goes on by a better plan."""
         self._put("replans")
 
-    def lost(self, lost_ranks: int, silent_seconds: float | None) -> None:
-        """Note that the group is over, because it has lost so many ranks; none if it ends for another reason.
+    def lost(self, lost_ranks: int, silent_seconds: float) -> None:
+        """Note that the group is over, because it has lost so many ranks.
 
-        They had been silent for `silent_seconds` when that was published to the group; None if nobody knows.
+        They had been silent for `silent_seconds` when that became known here: 0 where connections were closed.
         """
         self._goodput.broke()
         self._put("peers_lost", lost_ranks)
-        if silent_seconds is not None:
-            self._put("loss_notice_seconds", silent_seconds)
+        self._put("loss_notice_seconds", silent_seconds)
 
     def recovered(self, seconds: float, steps_repeated: int, source: StateSource) -> None:
         """Note that the first step after a loss has ended, `seconds` after the loss was known here.

@@ -327,12 +327,11 @@ RECORDS: Mapping[str, type[Record]] = {
 # How fields of records are shown: as a scalar, as a metric, as a row of reports. A test adds a field to both tables.
 
 _PHASE = MetricSpec(
-    "histogram",
+    "summary",
     "step_phase_seconds",
     "A step's wall time split into compute, transfer and wait, which add up.",
     ("phase",),
     KINDS,
-    buckets=STEP_SECONDS,
 )
 _WALL = MetricSpec("histogram", "step_duration_seconds", "Wall time of a step.", from_zero=True, buckets=STEP_SECONDS)
 _LOCAL = PanelSpec(

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from horizonml.engine.clock import WAYS
 from horizonml.telemetry.fields import MetricSpec, Record, counter, gauge
 from horizonml.telemetry.goodput import CAUSES
-from horizonml.telemetry.record import SHOWN, EvaluationRecord, StateSource, StepRecord
+from horizonml.telemetry.record import SHOWN, EvaluationRecord, StepRecord
 
-# The promises are among the bounds: silence is noticed within 6 s; all step again after 2, 4 or, at the most, 15 s.
-_FAULT_SECONDS = (0.25, 0.5, 1.0, 2.0, 4.0, 6.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0)
+# The bounds are the promises alone, because every bucket is a series that slow links carry with every scrape.
+_NOTICED_SECONDS = (6.0,)  # of silence
+_RECOVERED_SECONDS = (2.0, 4.0, 15.0)  # until all step again
 
 
 def _recorded(kind: type[Record]) -> Sequence[MetricSpec]:
@@ -28,7 +29,6 @@ TABLE: Sequence[MetricSpec] = (
     # The run and the group.
     gauge("run_info", "What is trained; always 1.", "name", "model", "data", "strategy", "version", "torch"),
     gauge("stage_info", "The rank's place in the plan; always 1.", "stage", "member", "stages", "layers", "node"),
-    gauge("plan_info", "The plan; always 1.", "schedule", "micro_batches", "ranks", "cuts", "send"),
     gauge("plan_step_seconds", "A step's time as the automatic plan predicts it."),
     gauge("slowdown_ratio", "The rank's computing over what was planned, compared with the others' (1: as planned)."),
     counter("replans", "New plans that were made because devices turned out slower or faster than planned."),
@@ -88,16 +88,14 @@ TABLE: Sequence[MetricSpec] = (
         "histogram",
         "loss_notice_seconds",
         "How long lost ranks had been silent when their loss became known here: 0 where connections were closed.",
-        from_zero=True,
-        buckets=_FAULT_SECONDS,
+        buckets=_NOTICED_SECONDS,
     ),
     MetricSpec(
         "histogram",
         "recovery_seconds",
         "From the moment at which a loss was known here to the end of the first step after it.",
         ("source",),
-        tuple(StateSource),
-        buckets=_FAULT_SECONDS,
+        buckets=_RECOVERED_SECONDS,
     ),
     counter("steps_repeated", "Steps that were done before a loss, and had to be done again after it."),
     gauge("goodput_ratio", "Share of the wall time since this process's first step that faults have not taken."),
@@ -142,12 +140,14 @@ _HEAD = """\
 
 What every rank shows at `/metrics`. Made from `horizonml/telemetry/record.py` and `horizonml/telemetry/table.py` by
 `make generate`; change it there. All carry the label `rank`: the rank that the process was given at its start. A gauge
-without a value yet (no epoch evaluated, no checkpoint saved) is not shown.
+without a value yet (no epoch evaluated, no checkpoint saved) is not shown, nor is a histogram of losses before the first
+loss. Prometheus adds the labels `namespace`, `job`, `pod` and `node`; see [monitoring](monitoring.md#several-jobs). So that
+a scrape stays small on slow links, the page has the types of the metrics, but not their meanings.
 
 | metric | type | further labels | meaning |
 |---|---|---|---|"""
 _FOOT = """
-A histogram `x` has the series `x_bucket` (label `le`), `x_sum` and `x_count`. `phase` is `compute`, `transfer` or
+A histogram `x` has the series `x_bucket` (label `le`), `x_sum` and `x_count`, and a summary the last two. `phase` is `compute`, `transfer` or
 `wait`; `direction` is `previous` (the stage before), `next` (the stage after) or `members` (of the same stage).
 
 `source` is where the state that training went on with after a loss came from: `memory` (of the survivors), `replica`
@@ -162,8 +162,8 @@ formed. A stale process, whose group has gone on without it, is one with a lower
 have the label `instance` in common, which tells it from a process that has replaced it as the same rank:
 
 ```text
-horizonml_step and on (namespace, instance)
-  horizonml_generation < on (namespace) group_left max by (namespace) (horizonml_generation)
+horizonml_step and on (namespace, job, instance)
+  horizonml_generation < on (namespace, job) group_left max by (namespace, job) (horizonml_generation)
 ```
 
 `horizonml_replica_age_steps` is shown only where the state has a replica: the members of a stage hold each other's
