@@ -12,6 +12,7 @@ from typing import Any
 
 from dashboards import devices, faults, overview, time
 from dashboards.panel import DATASOURCE
+from dashboards.queries import JOB
 
 DASHBOARDS = {
     "overview": ("HorizonML: overview", overview.PANELS),
@@ -21,8 +22,9 @@ DASHBOARDS = {
 }
 
 
-def _variable(name: str, label: str, metric: str) -> dict[str, Any]:
-    query = f"label_values({metric}, {name})"
+def _variable(name: str, label: str, chosen: str = "") -> dict[str, Any]:
+    """A list to choose from: the values of a label among the ranks that the lists before it leave over."""
+    query = f"label_values(horizonml_ready{chosen and f'{{{chosen}}}'}, {name})"
     return {
         "type": "query",
         "name": name,
@@ -54,7 +56,7 @@ def dashboard(name: str) -> dict[str, Any]:
         "schemaVersion": 41,
         "editable": True,
         "graphTooltip": 1,
-        "refresh": "5s",
+        "refresh": "15s",  # as often as Prometheus asks the ranks
         "time": {"from": "now-15m", "to": "now"},
         "timezone": "browser",
         "links": [
@@ -76,8 +78,9 @@ def dashboard(name: str) -> dict[str, Any]:
         "templating": {
             "list": [
                 {"type": "datasource", "name": "datasource", "label": "Prometheus", "query": "prometheus"},
-                _variable("namespace", "Namespace", "horizonml_ready"),
-                _variable("rank", "Rank", "horizonml_ready"),
+                _variable("namespace", "Namespace"),
+                _variable("job", "Job", 'namespace=~"$namespace"'),
+                _variable("rank", "Rank", JOB),
             ]
         },
         "panels": placed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.panel import BLUE, GREEN, ORANGE, RED, bars, curves, per_rank
+from dashboards.panel import BLUE, GREEN, ORANGE, PER_RANK, RED, bars, curves, per_rank
 from dashboards.queries import each, most, rate, share
 
 LOAD = ((None, GREEN), (0.75, ORANGE), (0.9, RED))
@@ -69,8 +69,8 @@ PANELS = [
         "beside what an automatic plan expects each rank to need.",
         "bytes",
         [
-            (each("horizonml_memory_limit_bytes"), "limit of rank {{rank}}"),
-            (each("horizonml_plan_memory_bytes"), "plan for rank {{rank}}"),
+            (each("horizonml_memory_limit_bytes"), f"limit of {PER_RANK}"),
+            (each("horizonml_plan_memory_bytes"), f"plan for {PER_RANK}"),
         ],
     ),
     per_rank(
@@ -91,8 +91,8 @@ PANELS = [
         "panel is empty on one machine alone.",
         "Bps",
         [
-            (rate("horizonml_link_sent_bytes_total"), "sent by rank {{rank}}"),
-            (rate("horizonml_link_received_bytes_total"), "received by rank {{rank}}"),
+            (rate("horizonml_link_sent_bytes_total"), f"sent by {PER_RANK}"),
+            (rate("horizonml_link_received_bytes_total"), f"received by {PER_RANK}"),
         ],
         without="No rank here has a tunnel",
     ),

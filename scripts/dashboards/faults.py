@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dashboards.panel import BLUE, GREEN, ORANGE, RED, Panel, curves, number, per_rank
-from dashboards.queries import AGE, JOB, each, most, rate
+from dashboards.queries import AGE, BY, JOB, each, grown, least, most, rate
 
 SOURCES = {"memory": GREEN, "replica": BLUE, "disk": ORANGE, "start": RED}
 CAUSES = {"outage": ORANGE, "repeated": RED}
 
 
-def mean(histogram: str, by: str = "") -> str:
-    """The mean of what a histogram saw in the time that the dashboard shows, over all ranks."""
-    total, count = (f"sum {by}(increase(horizonml_{histogram}_{part}{{{JOB}}}[$__range]))" for part in ("sum", "count"))
-    return f"{total} / ({count} > 0)"
+def seen(series: str, window: str, by: str = BY, labels: str = JOB) -> str:
+    """What a series of a histogram has counted in a time, over all ranks of each job."""
+    return f"sum by ({by}) {grown(f'horizonml_{series}', window, labels)}"
+
+
+def mean(histogram: str, window: str, by: str = BY) -> str:
+    """The mean of what a histogram saw in a time, over all ranks of each job."""
+    return f"{seen(f'{histogram}_sum', window, by)} / ({seen(f'{histogram}_count', window, by)} > 0)"
 
 
 def within(histogram: str, bound: str) -> str:
     """The share of what a histogram saw, in the time that the dashboard shows, that took at most `bound` seconds."""
-    bucket = f'sum(increase(horizonml_{histogram}_bucket{{{JOB},le="{bound}"}}[$__range]))'
-    return f"{bucket} / (sum(increase(horizonml_{histogram}_count{{{JOB}}}[$__range])) > 0)"
+    bucket = seen(f"{histogram}_bucket", "$__range", labels=f'{JOB},le="{bound}"')
+    return f"{bucket} / ({seen(f'{histogram}_count', '$__range')} > 0)"
 
 
 PANELS = [
@@ -27,7 +31,7 @@ PANELS = [
         "How much of the time goes into training? The share of the wall time that faults have not taken, as the rank "
         "sees it that has lost most.",
         "percentunit",
-        [(f"min(horizonml_goodput_ratio{{{JOB}}})", "")],
+        [(least("horizonml_goodput_ratio"), "")],
         width=4,
         low=0,
         high=1,
@@ -47,7 +51,7 @@ PANELS = [
         "How long is a lost rank silent before it is noticed? The mean over the time shown; at most 6 s are promised, "
         "and a process that is killed is noticed at once.",
         "s",
-        [(mean("loss_notice_seconds"), "")],
+        [(mean("loss_notice_seconds", "$__range"), "")],
         width=4,
         steps=((None, GREEN), (6, ORANGE), (10, RED)),
         decimals=1,
@@ -58,7 +62,7 @@ PANELS = [
         "How long does it take to train again after a loss? From the moment at which it was known to the end of the "
         "next step, as a mean over the time shown.",
         "s",
-        [(mean("recovery_seconds"), "")],
+        [(mean("recovery_seconds", "$__range"), "")],
         width=4,
         steps=((None, GREEN), (4, ORANGE), (15, RED)),
         decimals=1,
@@ -77,7 +81,7 @@ PANELS = [
         "Second holders",
         "Can every rank be lost without its state? The share of ranks whose layers are all in another rank's memory.",
         "percentunit",
-        [(f"avg(horizonml_replicated{{{JOB}}})", "")],
+        [(f"avg by ({BY}) (horizonml_replicated{{{JOB}}})", "")],
         width=4,
         low=0,
         high=1,
@@ -101,7 +105,7 @@ PANELS = [
         "percentunit",
         [
             (
-                f"clamp_max(max by (cause) ({rate('horizonml_lost_seconds_total')}), 1)",
+                f"clamp_max(max by ({BY}, cause) ({rate('horizonml_lost_seconds_total')}), 1)",
                 "{{cause}}",
             )
         ],
@@ -117,7 +121,7 @@ PANELS = [
         [
             (most("horizonml_generations_total"), "groups formed"),
             (most("horizonml_peers_lost_total"), "ranks lost"),
-            (f"{most('horizonml_generation')} - min(horizonml_generation{{{JOB}}})", "generations between ranks"),
+            (f"{most('horizonml_generation')} - {least('horizonml_generation')}", "generations between ranks"),
         ],
         soft=4,
         colours={"groups formed": BLUE, "ranks lost": RED, "generations between ranks": ORANGE},
@@ -127,13 +131,7 @@ PANELS = [
         "How long did each recovery take, and where did the state come from? The mean over the ranks, from the moment "
         "at which the loss was known to the end of the next step.",
         "s",
-        [
-            (
-                f"sum by (source) ({rate('horizonml_recovery_seconds_sum')}) / "
-                f"(sum by (source) ({rate('horizonml_recovery_seconds_count')}) > 0)",
-                "from {{source}}",
-            )
-        ],
+        [(mean("recovery_seconds", "$__rate_interval", f"{BY}, source"), "from {{source}}")],
         colours={f"from {source}": colour for source, colour in SOURCES.items()},
         points=True,
         without="No rank was lost",

@@ -13,8 +13,9 @@ from dashboards.panel import (
     number,
     per_rank,
 )
-from dashboards.queries import AGE, JOB, PHASE_SECONDS, PHASES, SAMPLES, each, most
+from dashboards.queries import AGE, BY, JOB, PHASE_SECONDS, PHASES, SAMPLES, each, least, most
 
+WAITED_FOR = f"sum by ({BY}, peer) (horizonml_waiting_for_rank{{{JOB}}})"
 PANELS = [
     number(
         "Status",
@@ -22,8 +23,8 @@ PANELS = [
         "none",
         [
             (
-                f"(max(horizonml_complete{{{JOB}}}) == 1) * 2 or "
-                f"min(horizonml_ready{{{JOB}}}) * (max(horizonml_world_size{{{JOB}}}) > bool 0)",
+                f"({most('horizonml_complete')} == 1) * 2 or "
+                f"{least('horizonml_ready')} * ({most('horizonml_world_size')} > bool 0)",
                 "",
             )
         ],
@@ -103,8 +104,8 @@ PANELS = [
         "percentunit",
         [
             (
-                f"sum by (phase) (rate({PHASE_SECONDS}[$__rate_interval])) / ignoring(phase) group_left "
-                f"sum(rate({PHASE_SECONDS}[$__rate_interval]))",
+                f"sum by ({BY}, phase) (rate({PHASE_SECONDS}[$__rate_interval])) / ignoring(phase) group_left "
+                f"sum by ({BY}) (rate({PHASE_SECONDS}[$__rate_interval]))",
                 "{{phase}}",
             )
         ],
@@ -171,8 +172,8 @@ PANELS = [
         "Which ranks are the others waiting for? The number of missing ranks, and how many wait for each of them.",
         "none",
         [
-            (f"count(sum by (peer) (horizonml_waiting_for_rank{{{JOB}}})) or vector(0)", "missing ranks"),
-            (f"sum by (peer) (horizonml_waiting_for_rank{{{JOB}}})", "waiting for rank {{peer}}"),
+            (f"count by ({BY}) ({WAITED_FOR}) or 0 * {least('horizonml_ready')}", "missing ranks"),
+            (WAITED_FOR, "waiting for rank {{peer}}"),
         ],
         soft=4,
         width=6,
@@ -190,19 +191,21 @@ PANELS = [
     ),
     Panel(
         "table",
-        "Job",
-        "What is being trained? The job, as its ranks report it.",
+        "Jobs",
+        "What is being trained? Each job, as its ranks report it.",
         "none",
         [
             (
-                f"max by (name, model, data, strategy, version, torch) (horizonml_run_info{{{JOB}}})",
+                f"max by ({BY}, name, model, data, strategy, version, torch) (horizonml_run_info{{{JOB}}})",
                 "",
             )
         ],
         width=24,
         height=4,
         columns={
-            "name": "job",
+            "job": "job",
+            "namespace": "namespace",
+            "name": "name",
             "model": "model",
             "data": "data",
             "strategy": "strategy",

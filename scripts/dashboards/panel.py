@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GREEN, YELLOW, BLUE, ORANGE, RED = "green", "yellow", "blue", "orange", "red"
 
-PER_RANK = "rank {{rank}}"  # a legend
+PER_RANK = "rank {{rank}} on {{node}}"  # a legend: people know devices by their nodes, and not by pods
 SAMPLES_PER_SECOND = "suffix:samples/s"  # Grafana's own units would say "3.0 K" and leave out of what
 
-Query = tuple[str, str]  # expression and legend
+Query = tuple[str, str]  # expression, and legend without the job, which every legend names
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Panel:
     height: int = 8
     low: float | None = None
     high: float | None = None
-    colours: dict[str, str] = field(default_factory=dict)  # by the name of a series
+    colours: dict[str, str] = field(default_factory=dict)  # by the name of a series, without its job
     steps: Sequence[tuple[float | None, str]] = ((None, GREEN),)  # thresholds, for stat and bargauge
     soft: float | None = None  # the axis reaches at least this far
     stacked: bool = False
@@ -74,7 +75,7 @@ class Panel:
                 "defaults": defaults,
                 "overrides": [
                     {
-                        "matcher": {"id": "byName", "options": name},
+                        "matcher": {"id": "byRegexp", "options": f"/^{re.escape(name)} \\(/"},
                         "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": colour}}],
                     }
                     for name, colour in self.colours.items()
@@ -83,7 +84,7 @@ class Panel:
             "options": options,
         }
         if self.kind == "table":
-            hidden = dict.fromkeys(("Time", "Value", "__name__", "instance", "job", "namespace", "pod"), True)
+            hidden = {name: True for name in ("Time", "Value", "namespace") if name not in self.columns}
             order = {label: index for index, label in enumerate(self.columns)}
             panel["transformations"] = [
                 {
@@ -99,7 +100,7 @@ class Panel:
             "refId": "ABCDEFGH"[index],
             "datasource": DATASOURCE,
             "expr": expression,
-            "legendFormat": legend,
+            "legendFormat": f"{legend} ({{{{job}}}})" if legend else "{{job}}",
             "range": self.kind == "timeseries",
             "instant": self.kind != "timeseries",
         }

@@ -1,11 +1,15 @@
-"""Expressions that several panels share. Grafana fills in the variables."""
+"""Expressions that several panels share. Grafana fills in the variables.
+
+One Prometheus sees many jobs, so whatever adds up or compares ranks does so within one namespace and job.
+"""
 
 from __future__ import annotations
 
 from dashboards.panel import BLUE, GREEN, YELLOW
 
-WHO = 'namespace=~"$namespace",rank=~"$rank"'
-JOB = 'namespace=~"$namespace"'
+JOB = 'namespace=~"$namespace",job=~"$job"'
+WHO = f'{JOB},rank=~"$rank"'
+BY = "namespace, job"
 PHASES = {"compute": GREEN, "transfer": YELLOW, "wait": BLUE}
 PHASE_SECONDS = f"horizonml_step_phase_seconds_sum{{{WHO}}}"
 
@@ -21,8 +25,22 @@ def rate(metric: str, labels: str = WHO) -> str:
 
 
 def most(metric: str) -> str:
-    """The largest value among all ranks."""
-    return f"max({metric}{{{JOB}}})"
+    """The largest value among the ranks of each job."""
+    return f"max by ({BY}) ({metric}{{{JOB}}})"
+
+
+def least(metric: str) -> str:
+    """The smallest value among the ranks of each job."""
+    return f"min by ({BY}) ({metric}{{{JOB}}})"
+
+
+def grown(metric: str, window: str, labels: str = JOB) -> str:
+    """How much each series has grown in a time, where a series may begin with what it counts first.
+
+    increase() alone would miss that, and with it the first loss, before which the histograms of losses have no series.
+    """
+    series = f"{metric}{{{labels}}}"
+    return f"({series} unless {series} offset {window} or increase({series}[{window}]))"
 
 
 def _phase(phase: str, part: str) -> str:
@@ -40,10 +58,10 @@ def share(phase: str) -> str:
 
 
 def quantile(of: float) -> str:
-    """A quantile of all ranks' step times."""
+    """A quantile of the step times of each job's ranks."""
     buckets = rate("horizonml_step_duration_seconds_bucket")
-    return f"histogram_quantile({of}, sum by (le) ({buckets})) > 0"  # not a number before the first step
+    return f"histogram_quantile({of}, sum by ({BY}, le) ({buckets})) > 0"  # not a number before the first step
 
 
 AGE = f"time() - {most('horizonml_checkpoint_timestamp_seconds')}"
-SAMPLES = f"sum({rate('horizonml_samples_total', JOB)})"  # per second, of all ranks
+SAMPLES = f"sum by ({BY}) ({rate('horizonml_samples_total', JOB)})"  # per second, of all ranks of a job

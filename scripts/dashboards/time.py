@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dashboards.panel import BLUE, SAMPLES_PER_SECOND, YELLOW, Panel, bars, curves, per_rank
-from dashboards.queries import JOB, PHASES, WHO, each, most, per_step, quantile, rate, share
+from dashboards.queries import BY, PHASES, WHO, each, most, per_step, quantile, rate, share
 from horizonml.telemetry.record import SHOWN, StepRecord
 
 
@@ -106,13 +106,13 @@ PANELS = [
         "How much is sent where? Bytes per second to the previous stage, to the next one, and to members of the same "
         "stage.",
         "Bps",
-        [(f"sum by (direction) ({rate('horizonml_sent_bytes_total')})", "to {{direction}}")],
+        [(f"sum by ({BY}, direction) ({rate('horizonml_sent_bytes_total')})", "to {{direction}}")],
     ),
     per_rank(
         "Bytes received per rank",
         "How much does each rank receive? Bytes per second from its peers.",
         "Bps",
-        f"sum by (rank) ({rate('horizonml_received_bytes_total')})",
+        f"sum by ({BY}, node, rank) ({rate('horizonml_received_bytes_total')})",
         width=12,
     ),
     per_rank(
@@ -122,31 +122,27 @@ PANELS = [
         rate("horizonml_rank_samples_total"),
         width=12,
     ),
-    Panel(
-        "timeseries",
+    per_rank(
         "Time for data per rank",
         "Does loading keep up? The share of time in which a rank's steps could not go on without their samples.",
         "percentunit",
-        [(f"rate(horizonml_load_seconds_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
+        rate("horizonml_load_seconds_total"),
         width=12,
-        low=0,
         high=1,
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Skipped samples",
         "How many samples could not be read, and were replaced by others?",
         "none",
-        [(f"max(horizonml_samples_skipped_total{{{JOB}}})", "since the process was started")],
+        [(most("horizonml_samples_skipped_total"), "since the process was started")],
         width=12,
-        low=0,
     ),
     Panel(
         "table",
         "Plan",
         "Which rank does what? Each rank's place in the plan.",
         "none",
-        [(f"max by (rank, stage, member, layers, node) (horizonml_stage_info{{{WHO}}})", "")],
+        [(f"max by ({BY}, rank, stage, member, layers, node) (horizonml_stage_info{{{WHO}}})", "")],
         width=24,
         height=7,
         columns={
@@ -155,6 +151,7 @@ PANELS = [
             "member": "member",
             "layers": "layers",
             "node": "node",
+            "job": "job",
         },
     ),
 ]

@@ -23,7 +23,15 @@ IMAGE = "horizonml/worker:dev"
 USER = 10001
 PATIENCE = 3  # limits are for four cores to itself; what hangs does so for a little longer on a machine with less
 DASHBOARDS = [ROOT / "grafana" / "dashboards" / f"{name}.json" for name in ("overview", "faults", "time", "devices")]
-VARIABLES = {"__rate_interval": "20s", "__interval": "10s", "__range": "5m", "rank": ".*", "namespace": ".*"}
+# As Grafana fills them in at a scrape every 15 s.
+VARIABLES = {
+    "__rate_interval": "60s",
+    "__interval": "15s",
+    "__range": "5m",
+    "rank": ".*",
+    "namespace": ".*",
+    "job": ".*",
+}
 
 
 def run(
@@ -73,17 +81,13 @@ def prometheus_at(url: str) -> Query:
         address = f"{url}/api/v1/query?query={urllib.parse.quote(expression)}"
         try:
             with urllib.request.urlopen(address, timeout=10) as response:
-                return result_of(response.read().decode(), expression)
+                answer = json.load(response)
         except OSError:
             return []
+        assert answer["status"] == "success", f"{expression}: {answer}"
+        return list(answer["data"]["result"])
 
     return query
-
-
-def result_of(text: str, expression: str) -> list[dict[str, Any]]:
-    answer = json.loads(text)
-    assert answer["status"] == "success", f"{expression}: {answer}"
-    return list(answer["data"]["result"])
 
 
 def value(query: Query, expression: str) -> float | None:
@@ -115,7 +119,7 @@ MAY_BE_EMPTY = (
     "horizonml_slowdown_ratio",
     "horizonml_plan_step_seconds",
     "horizonml_gradient_divergence",
-    "sum by (peer) (horizonml_waiting_for_rank",
+    "horizonml_waiting_for_rank",
     "horizonml_loss_notice_seconds",
     "horizonml_recovery_seconds",
     "horizonml_replica",
