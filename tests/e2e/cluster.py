@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import urllib.parse
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.e2e.tools import ROOT, result_of, run
+from tests.e2e.tools import ROOT, run
 
 CLUSTER = "horizonml-e2e"
 NAMESPACE = "horizonml"
@@ -58,11 +57,11 @@ class Cluster:
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Ask the cluster's Prometheus."""
-        service = "/api/v1/namespaces/horizonml-monitoring/services/prometheus:9090/proxy"
-        text = self.kubectl(
-            "get", "--raw", f"{service}/api/v1/query?query={urllib.parse.quote(expression)}", check=False
-        )
-        return result_of(text, expression) if text else []
+        # In its own container, because policies keep others away, the API server's proxy included.
+        inside = ("-n", "horizonml-monitoring", "exec", "deployment/prometheus", "--")
+        asked = ("promtool", "query", "instant", "-o", "json", "http://localhost:9090", expression)
+        text = self.kubectl(*inside, *asked, check=False)
+        return list(json.loads(text)) if text else []
 
 
 def bring_image(cluster: Cluster, image: str, folder: Path) -> None:

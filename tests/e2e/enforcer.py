@@ -14,7 +14,7 @@ from typing import Any
 from tests.e2e.cluster import CLUSTER, Cluster
 from tests.manifests.policies import Document, Pod, allowed
 
-PORTS = (("TCP", 53), ("UDP", 53), ("TCP", 9090), ("TCP", 9400), ("TCP", 29400), ("TCP", 29401))
+PORTS = (("TCP", 53), ("UDP", 53), ("TCP", 6443), ("TCP", 9090), ("TCP", 9400), ("TCP", 29400), ("TCP", 29401))
 CHAIN = "NETWORK-POLICY"
 FLAGS = {"Ingress": "-d", "Egress": "-s"}
 
@@ -52,14 +52,14 @@ class Enforcer:
                 return
 
     def _apply(self) -> None:
-        pods = self._pods()
+        pods, servers = self._pods(), self._servers()
         policies = [{**policy, "kind": "NetworkPolicy"} for policy in self._items("networkpolicy")]
         closed = [(pod, direction) for pod in pods for direction in FLAGS if not _open(policies, pod, direction)]
         about = {pod.address for pod, _ in closed}
         rules = [
             f"-s {source.address} -d {target.address} -p {protocol.lower()} --dport {port} -j RETURN"
             for source in pods
-            for target in pods
+            for target in (*pods, *servers)
             for protocol, port in PORTS
             if {source.address, target.address} & about and allowed(policies, source, target, port, protocol)
         ]
@@ -78,6 +78,11 @@ class Enforcer:
 
     def _items(self, kind: str) -> list[Document]:
         return list(json.loads(self._cluster.kubectl("get", kind, "--all-namespaces", "-o", "json"))["items"])
+
+    def _servers(self) -> list[Pod]:
+        """The API server, which is no pod to policies."""
+        found = [one for one in self._items("endpoints") if one["metadata"]["name"] == "kubernetes"]
+        return [Pod(address=one["ip"]) for ends in found for part in ends["subsets"] for one in part["addresses"]]
 
     def _pods(self) -> list[Pod]:
         names = {found["metadata"]["name"]: labels_of(found) for found in self._items("namespace")}

@@ -70,7 +70,7 @@ def accuracy(query: Query) -> float:
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
 def test_five_small_workers_train_to_the_end_and_are_seen(up: Up, strategy: str) -> None:
     query = up(STRATEGY=strategy, EPOCHS="40", STAY="1")
-    wait_for(lambda: value(query, "count(up{job='horizonml'} == 1)") == 5, "Prometheus seeing all", 90)
+    wait_for(lambda: value(query, f"count(up{{job='digits-{strategy}'}} == 1)") == 5, "Prometheus seeing all", 90)
     wait_for(
         lambda: value(query, "min(horizonml_epoch) > 30") or value(query, "min(horizonml_complete) == 1"),
         "epoch 30",

@@ -26,7 +26,7 @@ from tests.programs import need
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "1.28"
 OVERLAYS = ["dp", "mp", "hybrid"]
-COMPONENTS = ["monitoring", "monitoring-standalone", "downloads", "open-network", "jetson", "gpu"]
+COMPONENTS = ["downloads", "open-network", "jetson", "gpu"]
 WORKLOADS = ("StatefulSet", "Deployment", "Job")
 CUSTOM = ("monitoring.coreos.com/v1",)  # of the Prometheus operator: not in Kubernetes' schemas
 
