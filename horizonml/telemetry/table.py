@@ -140,15 +140,25 @@ _HEAD = """\
 
 What every rank shows at `/metrics`. Made from `horizonml/telemetry/record.py` and `horizonml/telemetry/table.py` by
 `make generate`; change it there. All carry the label `rank`: the rank that the process was given at its start. A gauge
-without a value yet (no epoch evaluated, no checkpoint saved) is not shown, nor is a histogram of losses before the first
-loss. Prometheus adds the labels `namespace`, `job`, `pod` and `node`; see [monitoring](monitoring.md#several-jobs). So that
-a scrape stays small on slow links, the page has the types of the metrics, but not their meanings.
+without a value yet (no epoch evaluated, no checkpoint saved) is not shown, and a histogram of losses not before the
+first loss. Prometheus adds the labels `namespace`, `job`, `pod` and `node`: see [several
+jobs](monitoring.md#several-jobs). To keep a scrape small on slow links, the page has the types of the metrics, but not
+their meanings.
 
 | metric | type | further labels | meaning |
 |---|---|---|---|"""
 _FOOT = """
-A histogram `x` has the series `x_bucket` (label `le`), `x_sum` and `x_count`, and a summary the last two. `phase` is `compute`, `transfer` or
-`wait`; `direction` is `previous` (the stage before), `next` (the stage after) or `members` (of the same stage).
+A histogram `x` has the series `x_bucket` (label `le`), `x_sum` and `x_count`; a summary has the last two. `phase` is
+`compute`, `transfer` or `wait`; `direction` is `previous` (the stage before), `next` (the stage after) or `members` (of
+the same stage).
+
+The histograms of losses have no series before the first loss, and `increase()` and `rate()` do not count what a series
+begins with. To count the first loss, too, add series that are younger than the time in question:
+
+```text
+horizonml_recovery_seconds_count unless horizonml_recovery_seconds_count offset 10m
+  or increase(horizonml_recovery_seconds_count[10m])
+```
 
 `source` is where the state that training went on with after a loss came from: `memory` (of the survivors), `replica`
 (a lost rank's state, mirrored to another rank), `disk` (a checkpoint) or `start` (nothing was left: step 0). `cause` is
