@@ -49,6 +49,10 @@ class JobComplete(Exception):
     """Ends the wait for others that have trained the job to the end."""
 
 
+class JobReplaced(Exception):
+    """Ends the wait for others because another job has replaced the one that this process trained."""
+
+
 @dataclass(frozen=True)
 class RendezvousSettings:
     """What a rank joins for, and how long it waits for others."""
@@ -90,8 +94,8 @@ def meet(
 
     Chooses the network interface that leads to the service for the group's traffic, unless the user's
     GLOO_SOCKET_IFNAME names one. `before` is where this process was a member until now. Raises RendezvousError,
-    JobComplete if the others have trained the job to the end, and Cancelled when `cancelled` says so, unless the group
-    has formed already, which needs all its members to begin.
+    JobComplete if the others have trained the job to the end, JobReplaced if another job has replaced that of `before`,
+    and Cancelled when `cancelled` says so, unless the group has formed already, which needs all its members to begin.
     """
     deadline = time.monotonic() + settings.timeout
     meeting = _Meeting(identity, settings, endpoint, observer, before, cancelled, deadline, before is not None)
@@ -174,7 +178,7 @@ class _Meeting:
     admitted: bool  # whether a service of this job has let this process in, so that its token is the right one
 
     def join(self) -> Membership:
-        """Join through the service that is there now. Raises RendezvousError, JobComplete, Cancelled."""
+        """Join through the service that is there now. Raises RendezvousError, JobComplete, JobReplaced, Cancelled."""
         timeout, admitted = self.settings.timeout, self.admitted
         client = connect(self.endpoint, timeout, self.deadline, self.observer, self.cancelled, admitted)
         self.admitted = True
@@ -195,7 +199,7 @@ class _Meeting:
     def _wait(self, links: _Links, client: Client, number: int, own: Fingerprint) -> Membership:
         """Wait for the verdict on this rank's join, and tell the service when broken links work again.
 
-        Raises RendezvousError, JobComplete, Cancelled, ServiceError and ValueError.
+        Raises RendezvousError, JobComplete, JobReplaced, Cancelled, ServiceError and ValueError.
         """
         reminder, missing, waiting_for, beats = _Reminder(self.observer), None, "", 0
         withdrawn, asked = None, False
@@ -209,6 +213,8 @@ class _Meeting:
                     raise JobComplete
                 if verdict.refused is None:
                     return take_place(number, own, verdict, self.endpoint, client, beats)
+                if verdict.replaced and self.before is not None:
+                    raise JobReplaced
                 if withdrawn is None:
                     raise RendezvousError(f"refused: {verdict.refused}")
             # The group may be formed at this very moment. The others would then wait for this rank for as long as a

@@ -33,6 +33,7 @@ class Refused:
 
     joins: list[int]
     reason: str
+    replaced: bool = False  # another job has replaced theirs
 
 
 @dataclass(frozen=True)

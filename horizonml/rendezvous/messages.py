@@ -267,6 +267,7 @@ class JoinVerdict:
     rank: Rank = 0  # its place among the members
     members: Annotated[Sequence[Fingerprint], listed(MOST_RANKS, message(Fingerprint), "members")] = ()
     refused: Annotated[str, cleaned(_MOST_REASON)] | None = None
+    replaced: bool = False  # whether it was refused because another job has replaced its own
     complete: bool = False
 
     def check_fields(self) -> None:

@@ -194,7 +194,8 @@ class Service:
         one = request.join
         if self._is_replaced(one):
             self._bind(peer, request.id)
-            self._keep(Refused([request.id], "another job has replaced the one that this rank was started for"))
+            words = "another job has replaced the one that this rank was started for, or is about to be replaced by it"
+            self._keep(Refused([request.id], words, replaced=True))
             return at_once()
         self._roster.join(request.id, one, time.monotonic())
         self._bind(peer, request.id)
@@ -366,7 +367,9 @@ class Service:
 def _verdict_for(number: int, verdict: Judgement) -> JoinVerdict:
     if isinstance(verdict, Formed):
         return JoinVerdict(verdict.generation, verdict.joins.index(number), verdict.members)
-    return JoinVerdict(complete=True) if isinstance(verdict, Complete) else JoinVerdict(refused=verdict.reason)
+    if isinstance(verdict, Complete):
+        return JoinVerdict(complete=True)
+    return JoinVerdict(refused=verdict.reason, replaced=verdict.replaced)
 
 
 def _own(peer: Peer) -> int:

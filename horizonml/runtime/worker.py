@@ -26,7 +26,7 @@ from horizonml.machine.signals import Cancelled, StopRequest
 from horizonml.plan.plan import facts_of
 from horizonml.rendezvous.client import Endpoint
 from horizonml.rendezvous.identity import Identity, local_rank
-from horizonml.rendezvous.meeting import JobComplete, RendezvousSettings, meet
+from horizonml.rendezvous.meeting import JobComplete, JobReplaced, RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
 from horizonml.rendezvous.messages import (
     Departure,
@@ -300,6 +300,9 @@ class Worker:
                 return Outcome.STOPPED_WAITING
             except JobComplete:
                 return Outcome.COMPLETE_WITHOUT
+            except JobReplaced:
+                self._stop.replace()
+                return Outcome.STOPPED
             self._rank = membership.rank
             membership.on_replaced(self._stop.replace)
             if life.outage is not None and old is not None:

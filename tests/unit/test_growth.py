@@ -41,6 +41,15 @@ def test_a_first_meeting_begins_with_the_least_number_of_ranks_when_no_further_o
     assert alive(roster, 1, start=0.0, end=60.0) == []
 
 
+def test_a_rank_that_asks_for_the_world_size_learns_that_of_the_others_or_else_the_services() -> None:
+    roster = Roster(workers=3)
+    own = question(rank=7)
+    assert roster.give_number(own, 0.0) == GivenNumber(7, 3)
+    gather(roster, rank(0, 4))
+    assert roster.give_number(own, 0.5) == GivenNumber(7, 4)
+    assert Roster().give_number(own, 0.0) == GivenNumber(7, 5)
+
+
 def test_a_world_grows_beyond_its_beginning() -> None:
     roster = Roster()
     wide = {"max_world_size": 5}

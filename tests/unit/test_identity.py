@@ -1,10 +1,12 @@
 import pytest
 
 from horizonml.errors import IdentityError
-from horizonml.rendezvous.identity import Identity, identify
+from horizonml.rendezvous.identity import ASKED, Identity, identify
 
 SOURCES = [
     ("RANK", {"RANK": "2", "WORLD_SIZE": "5"}),
+    ("Kubeflow Trainer", {"PET_NODE_RANK": "2", "PET_NNODES": "5"}),
+    ("Indexed Job", {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "5"}),
     ("StatefulSet", {"POD_INDEX": "2", "WORLD_SIZE": "5"}),
     ("StatefulSet", {"HOSTNAME": "worker-2", "WORLD_SIZE": "5"}),
     ("horovodrun", {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "5"}),
@@ -50,3 +52,24 @@ def test_contradictions_are_named() -> None:
     ):
         with pytest.raises(IdentityError, match=words):
             identify(env)
+
+
+def test_pods_of_an_elastic_job_ask_for_the_world_size_and_those_beyond_their_class_for_a_number() -> None:
+    elastic = {"HORIZONML_ELASTIC": "1", "HOSTNAME": "mine-pi-2"}
+    for env, rank, source in (
+        ({}, 2, "StatefulSet"),
+        ({"HORIZONML_RANKS": "3-5"}, 5, "StatefulSet"),
+        ({"HORIZONML_RANKS": "3-4"}, ASKED, "StatefulSet"),
+        ({"JOB_COMPLETION_INDEX": "0", "HORIZONML_RANKS": "3-5"}, 3, "Indexed Job"),
+        ({"WORLD_SIZE": "7"}, 2, "StatefulSet"),  # which is the service's
+    ):
+        assert identify({**elastic, **env}) == Identity(rank, ASKED, source)
+    for env, words in (
+        ({"HORIZONML_RANKS": "3"}, "the first and the last rank"),
+        ({"HOSTNAME": "laptop"}, "nothing numbers this pod"),
+    ):
+        with pytest.raises(IdentityError, match=words):
+            identify({**elastic, **env})
+    # A pod has as many cores as PET_NPROC_PER_NODE says, and one rank.
+    trainer = {"PET_NODE_RANK": "1", "PET_NNODES": "3", "PET_NPROC_PER_NODE": "4", "JOB_COMPLETION_INDEX": "1"}
+    assert identify(trainer) == Identity(1, 3, "Kubeflow Trainer")
