@@ -10,7 +10,19 @@ import pytest
 import yaml
 
 from horizonml.job.schema import Job
-from horizonml.kube.render import DIGEST, SETTINGS, ManifestSettings, for_workers, render
+from horizonml.errors import JobError
+from horizonml.kube.render import (
+    SETTINGS,
+    ManifestSettings,
+    WorkerClass,
+    code_outside,
+    differences,
+    files_of,
+    for_workers,
+    is_another_kind,
+    job_name,
+    render,
+)
 from horizonml.kube.status import (
     PodCondition,
     PodState,
@@ -37,33 +49,82 @@ def find(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any
 
 
 def test_a_job_is_rendered_from_the_base_manifests() -> None:
-    settings = ManifestSettings("team", 3, "registry/worker:7", "2", "512Mi", "fast")
+    one = WorkerClass(count=3, cpu="2", memory="512Mi")
+    settings = ManifestSettings("team", "mine", (one,), "registry/worker:7", "5Gi", "fast", ttl=60)
     documents = render(JOB, settings)
     base = yaml.safe_load((ROOT / "k8s" / "base" / "kustomization.yaml").read_text())
     assert documents[0]["metadata"]["name"] == "team"
-    assert all(d["metadata"].get("namespace", "team") == "team" for d in documents)
-    for document in documents:
-        assert base["labels"][0]["pairs"].items() <= document["metadata"]["labels"].items()
-    workers = find(documents, "StatefulSet", "worker")
+    for document in documents[1:]:
+        assert document["metadata"]["namespace"] == "team"
+        assert document["metadata"]["name"].startswith("mine-")
+        assert {**base["labels"][0]["pairs"], "app.kubernetes.io/instance": "mine"}.items() <= document["metadata"][
+            "labels"
+        ].items()
+    workers = find(documents, "StatefulSet", "mine-worker")
     (worker,) = workers["spec"]["template"]["spec"]["containers"]
     assert workers["spec"]["replicas"] == 3
     env = {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in worker["env"]}
-    assert env["WORLD_SIZE"] == "3"
+    assert env["HORIZONML_RENDEZVOUS"] == "mine-rendezvous:29400"
+    assert env["HORIZONML_TTL"] == "60"
     assert env["HORIZONML_NAME"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
     assert worker["image"] == "registry/worker:7"
     assert worker["resources"] == {key: {"cpu": "2", "memory": "512Mi"} for key in ("requests", "limits")}
-    assert workers["spec"]["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast"
-    assert workers["spec"]["template"]["metadata"]["annotations"] == {DIGEST: JOB.digest()}
-    assert ManifestSettings.from_json(workers["metadata"]["annotations"][SETTINGS]) == settings
-    with pytest.raises(ValueError, match="workers"):
+    (claim,) = workers["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["storageClassName"] == "fast"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "5Gi"
+    service = find(documents, "Deployment", "mine-rendezvous")
+    assert ManifestSettings.from_json(service["metadata"]["annotations"][SETTINGS]) == settings
+    with pytest.raises(ValueError, match="name"):
         ManifestSettings.from_json('{"namespace": "x"}')
-    content = yaml.safe_load(find(documents, "ConfigMap", "job")["data"]["job.yaml"])
-    assert Job.model_validate(content).digest() == JOB.digest()
+    (config,) = [d for d in documents if d["kind"] == "ConfigMap"]
+    content = yaml.safe_load(config["data"]["job.yaml"])
+    assert "workers" not in content["parallel"]  # or a change of their number would be one of the job
+    assert for_workers(Job.model_validate(content), 3).digest() == JOB.digest()
+    assert config["metadata"]["name"] in str(workers)
     # Everything else is the base's, and rendering again gives the same.
-    plain = find(render(JOB, ManifestSettings("horizonml", 5)), "StatefulSet", "worker")["spec"]["template"]["spec"]
+    plain = find(render(JOB, ManifestSettings("horizonml", "j")), "StatefulSet", "j-worker")["spec"]["template"]["spec"]
     assert plain["containers"][0]["image"] == "horizonml/worker:dev"
     assert plain["securityContext"]["runAsNonRoot"] is True
     assert render(JOB, settings) == documents
+    # Another job has another ConfigMap, and with it other pods.
+    other = render(Job.model_validate({"seed": 7}), settings)
+    assert find(other, "StatefulSet", "mine-worker")["spec"]["template"] != workers["spec"]["template"]
+
+
+def test_names_of_jobs() -> None:
+    for text, name in (("My job_2", "my-job-2"), ("digits", "digits"), ("a" * 60, "a" * 35)):
+        assert job_name(text) == name
+    for text in ("", "42", "---"):
+        with pytest.raises(JobError, match="--name"):
+            job_name(text)
+
+
+def test_modules_beside_the_job_file_travel_with_it(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text("class Net: ...\n")
+    job = Job.model_validate({"model": {"name": "my_model:Net"}, "data": {"name": "their.package:data"}})
+    files = files_of(job, tmp_path)
+    assert files["my_model.py"] == "class Net: ...\n"
+    assert set(files) == {"job.yaml", "my_model.py"}
+    assert code_outside(job, files) == ["their.package:data"]
+    (tmp_path / "my_model.py").write_text("#" * 1_000_000)
+    with pytest.raises(JobError, match="build an image"):
+        files_of(job, tmp_path)
+
+
+def test_what_differs_is_named() -> None:
+    files = files_of(JOB, Path())
+    old = ManifestSettings("team", "mine", (WorkerClass(count=3),))
+    assert differences(files, old, files, old) == []
+    other = JOB.model_copy(update={"epochs": 20})
+    new = ManifestSettings("team", "mine", (WorkerClass("pc", 2, cpu="8"), WorkerClass("pi", 3)), disk="5Gi")
+    found = differences(files, old, {**files_of(other, Path()), "my_model.py": "x"}, new)
+    assert f"epochs: {JOB.epochs} -> 20" in found
+    assert "classes.worker.count: 3 -> -" in found
+    assert "classes.pc.cpu: - -> 8" in found
+    assert "disk: None -> 5Gi" in found
+    assert [entry for entry in found if entry.startswith("my_model.py: - -> ")]
+    assert is_another_kind(old, new)
+    assert not is_another_kind(old, ManifestSettings("team", "mine", image="x"))
 
 
 def test_a_plan_with_named_ranks_cannot_be_scaled() -> None:
@@ -223,7 +284,8 @@ def test_no_cluster_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.Monkey
         (dead_server(tmp_path), "127.0.0.1:1 does not answer"),
     )
     for (config, words), *arguments in (
-        (none, "status"), (none, "logs"), (none, "scale", "3"), (dead, "submit", "jobs/digits.yaml"), (dead, "delete"),
+        (none, "status"), (none, "logs"), (none, "scale", "mine", "3"), (dead, "submit", "jobs/digits.yaml"),
+        (dead, "delete", "mine"), (dead, "list"),
     ):  # fmt: skip
         monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", config)
         result = command(ROOT, "cluster", *arguments)
@@ -237,7 +299,21 @@ def test_mistakes_are_told_before_any_connection(tmp_path: Path) -> None:
         (["submit", "jobs/digits.yaml", "--set", "epoch=3"], "epoch"),
         (["submit", "jobs/digits.yaml", "--memory", "lots"], "--memory: 'lots' is not an amount"),
         (["submit", "no-such.yaml"], "no-such.yaml"),
+        (["submit", "digits", "--class", "pi=3,cores=4"], "'cores' is neither"),
+        (["submit", "digits", "--class", "pi=3", "--workers", "3"], "leave out --workers"),
+        (["submit", "digits", "--class", "pi=3", "--class", "pi=2"], "same name"),
+        (["submit", "digits", "--name", "7"], "begins with a letter"),
     ):
         result = command(ROOT, "cluster", *arguments)
         assert result.returncode == 2, result.stderr
         assert words in result.stderr
+
+
+def test_a_dry_run_prints_what_would_be_sent_and_needs_no_cluster() -> None:
+    result = command(
+        ROOT, "cluster", "submit", "digits", "--name", "mine", "--class", "pc=2", "--class", "pi=1", "--dry-run"
+    )
+    assert result.returncode == 0, result.stderr
+    documents = list(yaml.safe_load_all(result.stdout))
+    assert [d["metadata"]["name"] for d in documents if d["kind"] == "StatefulSet"] == ["mine-pc", "mine-pi"]
+    assert not [d for d in documents if d["kind"] == "Secret"]
