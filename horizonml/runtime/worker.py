@@ -263,6 +263,10 @@ class Worker:
         """
         try:
             return self._run(fresh, rejoin)
+        except Exception as error:
+            if self._life is not None and self._rank == 0:
+                self._life.feeds.kubernetes.trouble(str(error) or type(error).__name__, ends=True)
+            raise
         finally:
             self._linking.close()
             if self._life is not None:
@@ -319,6 +323,9 @@ class Worker:
                 if not rejoin or named.ends_job or fruitless >= job.rendezvous.max_attempts:
                     raise named from error
                 print(f"rank {identity.rank}: {named}; meeting the others again", file=sys.stderr, flush=True)
+                left = {one.rank for one in membership.members} - {one.rank for one in membership.lost}
+                if identity.rank == min(left, default=None):
+                    life.feeds.kubernetes.trouble(str(named), ends=False)
             else:
                 membership.leave(*_parting(outcome))
                 if outcome is not Outcome.RE_FORM:

@@ -18,6 +18,7 @@ from typing import Protocol
 from horizonml.errors import JobError
 from horizonml.machine.code import require
 from horizonml.telemetry.fields import Point, Record
+from horizonml.telemetry.kubernetes import Publisher
 from horizonml.telemetry.record import SHOWN, EndRecord, EvaluationRecord, StepRecord, metric_key
 from horizonml.telemetry.run_info import RunInfo
 from horizonml.telemetry.spec import TelemetrySpec
@@ -152,11 +153,12 @@ class Feeds:
 
     def __init__(self, spec: TelemetrySpec, folder: Path) -> None:
         """`folder` is that of the run; the sinks are opened with the first record, on the rank that has one."""
-        self._spec, self._folder = spec, folder
+        self._spec, self._folder, self.kubernetes = spec, folder, Publisher()
         self._feeds: list[Feed] | None = None
 
     def put(self, record: Record) -> None:
         """Take a record; return at once."""
+        self.kubernetes.put(record)
         if self._feeds is None:
             self._feeds = self._open()
         for feed in self._feeds:
@@ -175,6 +177,7 @@ class Feeds:
         """Hand over what is left; see `Feed.close`."""
         for feed in self._feeds or []:
             feed.close()
+        self.kubernetes.close()
 
 
 def check_packages(spec: TelemetrySpec) -> None:
