@@ -35,8 +35,11 @@ LAUNCHERS = {"mpirun", "sbatch", "torchrun"}
 PATH = re.compile(
     r"(?<![\w./-])((?:horizonml|tests|scripts|benchmarks|examples|k8s|grafana|images|docs|jobs)/[\w./*-]*[\w*/])"
 )
-# An image, a label of Kubernetes, and what `make` creates.
-NO_PATHS = {"horizonml/worker", "horizonml/monitoring", "examples/horovod_tensorflow/.venv"}
+# An image, a label and annotations of Kubernetes, and what `make` creates.
+NO_PATHS = {
+    "horizonml/worker", "horizonml/monitoring", "horizonml/progress", "horizonml/trainer-status",
+    "examples/horovod_tensorflow/.venv",
+}  # fmt: skip
 
 
 def anchors(page: Path) -> set[str]:
