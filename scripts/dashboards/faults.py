@@ -111,7 +111,6 @@ PANELS = [
         ],
         soft=0.1,
         colours=CAUSES,
-        stacked=True,
     ),
     curves(
         "Losses and formations",

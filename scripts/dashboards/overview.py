@@ -55,7 +55,7 @@ PANELS = [
         "How fast is training? Samples per second, over all ranks.",
         SAMPLES_PER_SECOND,
         [(SAMPLES, "samples/s")],
-        width=6,
+        width=4,
         decimals=0,
     ),
     number(
@@ -66,7 +66,7 @@ PANELS = [
             (most("horizonml_world_size"), "present"),
             (most("horizonml_world_size_wanted"), "expected"),
         ],
-        width=4,
+        width=6,
         steps=((None, BLUE),),
     ),
     number(
@@ -201,7 +201,7 @@ PANELS = [
             )
         ],
         width=24,
-        height=4,
+        height=6,
         columns={
             "job": "job",
             "namespace": "namespace",

@@ -32,7 +32,7 @@ class Panel:
     colours: dict[str, str] = field(default_factory=dict)  # by the name of a series, without its job
     steps: Sequence[tuple[float | None, str]] = ((None, GREEN),)  # thresholds, for stat and bargauge
     soft: float | None = None  # the axis reaches at least this far
-    stacked: bool = False
+    stacked: bool = False  # shares that add up to 1: those of several jobs have a part of the height each
     points: bool = False  # values as points, for what happens now and then
     decimals: int | None = None
     words: dict[int, tuple[str, str]] = field(default_factory=dict)  # value -> text and colour, for stat
@@ -117,7 +117,7 @@ class Panel:
                 "fillOpacity": 60 if self.stacked else 0 if any("{{" in legend for _, legend in self.queries) else 8,
                 "showPoints": "always" if self.points else "never",
                 "spanNulls": 60_000,
-                "stacking": {"mode": "normal" if self.stacked else "none", "group": "A"},
+                "stacking": {"mode": "percent" if self.stacked else "none", "group": "A"},
             }
             if self.points:
                 custom["pointSize"] = 8

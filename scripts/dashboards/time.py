@@ -49,14 +49,15 @@ PANELS = [
         )
         for phase in PHASES
     ),
-    per_rank(
+    curves(
         "Waiting ranks",
-        "How many ranks wait at a time, and which? A stack as high as the number of ranks would mean that nobody "
-        "computes.",
+        "How many ranks wait at a time? If as many waited as there are in the group, nobody would compute.",
         "suffix:ranks",
-        share("wait"),
+        [
+            (f"sum by ({BY}) ({share('wait')})", "waiting"),
+            (most("horizonml_world_size"), "in the group"),
+        ],
         width=12,
-        stacked=True,
     ),
     per_rank(
         "Pipeline bubble per rank",

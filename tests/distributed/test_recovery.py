@@ -81,7 +81,10 @@ def test_a_killed_rank_is_replaced_and_then_done_without(
         lambda: [(runs(folder, rank)[-1]["world_size"], runs(folder, rank)[-1]["rank"]) for rank in (0, 2)] == places,
         "both in a group of two",
     )
-    assert 'horizonml_peers_lost_total{rank="0"} 2.0' in get(free_port, "/metrics")[1]
+    told = get(free_port, "/metrics")[1]
+    assert 'horizonml_peers_lost_total{rank="0"} 2.0' in told
+    for series in ("count{", 'bucket{le="6.0",'):  # both kills, although connections that close leave no silence
+        assert f'horizonml_loss_notice_seconds_{series}rank="0"}} 2.0' in told
 
     # The service is lost, and started anew at the same place: the group runs on, and reports to the new one.
     service.process.kill()
