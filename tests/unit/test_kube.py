@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from horizonml.job.schema import Job
 from horizonml.errors import JobError
+from horizonml.job.schema import Job
 from horizonml.kube.render import (
     SETTINGS,
     ManifestSettings,
