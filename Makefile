@@ -92,7 +92,10 @@ images: ## Build the worker's image (IMAGE=NAME:TAG; TORCH_INDEX=https://... and
 		--build-arg TORCH_VERSION=$(TORCH_VERSION) --build-arg TORCHVISION_VERSION=$(TORCHVISION_VERSION) \
 		$(if $(filter command% environment%,$(origin TORCH_INDEX)),--build-arg TORCH_INDEX=$(TORCH_INDEX)) \
 		$(if $(TORCH_BUILD),--build-arg TORCH_BUILD=$(TORCH_BUILD)) \
-		--build-arg REVISION=$$(git rev-parse --short HEAD 2>/dev/null || echo unknown) .
+		--build-arg VERSION=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' horizonml/__init__.py) \
+		--build-arg REVISION=$$(git rev-parse --short HEAD 2>/dev/null || echo unknown) \
+		--build-arg CREATED=$$(git show --no-patch --format=%cI HEAD 2>/dev/null || date -u +%FT%TZ) \
+		$(if $(SOURCE),--build-arg SOURCE=$(SOURCE)) .
 
 kind-up: images ## Make a Kubernetes cluster on this machine, with the image and monitoring in it
 	@$(KIND) get clusters 2>/dev/null | grep -qx $(KIND_CLUSTER) || \

@@ -16,6 +16,7 @@
     ├── MissingPackage           1   a command needs a package that is not installed
     ├── OutOfMemory              1   this machine has not enough memory left
     ├── TooManyFiles             1   this process may not open more files and connections
+    ├── NoTemporaryFolder        2   no folder for temporary files can be written to
     ├── DataOutOfMemory          1   likewise, while data was read
     └── Diverged                 1   the loss or a gradient is no longer a finite number
 
@@ -144,6 +145,20 @@ class TooManyFiles(HorizonError):
         )
 
 
+class NoTemporaryFolder(HorizonError):
+    """No folder for temporary files can be written to, as in a read-only container without a /tmp of its own."""
+
+    exit_code = 2
+
+    def __init__(self) -> None:
+        """Say what to do."""
+        super().__init__(
+            "temporary files cannot be written to /tmp, nor to any other folder for them; start the container with "
+            "--tmpfs /tmp (in Compose `tmpfs: [/tmp]`, in Kubernetes an emptyDir that is mounted at /tmp), or set "
+            "TMPDIR to a folder that can be written"
+        )
+
+
 class DataOutOfMemory(HorizonError):
     """Memory ran out while data was read, and not while the model computed."""
 
@@ -158,7 +173,8 @@ class DataOutOfMemory(HorizonError):
 
 def of_kind(name: str, message: str) -> HorizonError:
     """Return an error of the class with this name, which another rank has raised; of the base class if unknown."""
-    kinds = {kind.__name__: kind for kind in HorizonError.__subclasses__() if kind not in (OutOfMemory, TooManyFiles)}
+    made = (OutOfMemory, TooManyFiles, NoTemporaryFolder)  # their words are their own
+    kinds = {kind.__name__: kind for kind in HorizonError.__subclasses__() if kind not in made}
     return kinds.get(name, HorizonError)(message)
 
 
@@ -167,6 +183,11 @@ def is_out_of_files(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.EMFILE, errno.ENFILE)
     return isinstance(error, RuntimeError) and os.strerror(errno.EMFILE) in str(error)  # PyTorch's connections
+
+
+def lacks_temporary_folder(error: BaseException) -> bool:
+    """Return whether an error is the one with which Python's `tempfile` finds no folder that it can write to."""
+    return isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

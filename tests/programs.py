@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import subprocess
 from typing import NoReturn
 
 import pytest
@@ -32,6 +33,13 @@ def need(program: str, why: str) -> None:
         if program in os.environ.get(WITHOUT, "").split():
             pytest.skip(message)
         _absent(message)
+
+
+def need_buildx() -> None:
+    """Go on with a test only where Docker has buildx; no daemon is needed."""
+    need("docker", "it reads the files of builds")
+    if subprocess.run(["docker", "buildx", "version"], capture_output=True, check=False).returncode:
+        _absent("Docker's plugin buildx is not installed")
 
 
 def need_networks() -> None:

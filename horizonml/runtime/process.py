@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import NoReturn
 
 import horizonml
-from horizonml.errors import HorizonError, OutOfMemory, TooManyFiles, is_out_of_files, is_out_of_memory
+from horizonml.errors import (
+    HorizonError,
+    NoTemporaryFolder,
+    OutOfMemory,
+    TooManyFiles,
+    is_out_of_files,
+    is_out_of_memory,
+    lacks_temporary_folder,
+)
 from horizonml.machine.signals import explain_signal, watch_launcher
 from horizonml.text import escaped, plain_lines
 
@@ -80,6 +88,8 @@ def _run(action: Callable[[], object]) -> int:
         limited = next((one for one in _chain(error) if is_out_of_files(one)), None)
         if limited is not None:
             return _print_error(TooManyFiles(limited))
+        if any(map(lacks_temporary_folder, _chain(error))):
+            return _print_error(NoTemporaryFolder())
         place = own_line(error)
         if place is not None:  # the user's code: all of it for the log, and a sentence for the terminal
             traceback.print_exc()

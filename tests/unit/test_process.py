@@ -69,6 +69,17 @@ NEEDS_MORE = """
         raise_descriptor_limit(24)
         raise_descriptor_limit(40)
 """
+NO_FOLDER = """
+    import tempfile
+    from horizonml.files import scratch_folder
+    from horizonml.runtime import process
+
+    tempfile._candidate_tempdir_list = lambda: ["/proc"]  # as in a read-only container
+
+    def action():
+        with scratch_folder():
+            pass
+"""
 FAILS_TO_SAY = """
     import sys, threading
     from horizonml.runtime import process
@@ -89,15 +100,16 @@ FAILS_TO_SAY = """
         (OPENS, "error: [Errno 24] Too many open files: '/dev/null'; raise the limit of files and connections"),
         (NEEDS_MORE, "error: 24 open files and connections are allowed here, and this rank needs about 40; raise the"),
         (FAILS_TO_SAY, "error: [Errno 28] No space left on device"),
+        (NO_FOLDER, "error: temporary files cannot be written to /tmp, nor to any other folder for them; start the"),
     ],
-    ids=["a thread that never begins", "libraries", "descriptors", "needs", "the end"],
+    ids=["a thread that never begins", "libraries", "descriptors", "needs", "the end", "no temporary folder"],
 )
 def test_a_process_ends_in_words(program: str, words: str) -> None:
     code = textwrap.dedent(program) + "process.run_and_exit(action)\n"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert words in result.stderr
     assert "report this" not in result.stderr
-    assert result.returncode == 1
+    assert result.returncode == (2 if program == NO_FOLDER else 1)
 
 
 def test_lack_of_memory_is_told_from_other_mistakes() -> None:
