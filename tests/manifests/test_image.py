@@ -1,4 +1,4 @@
-"""The image: what `docker buildx bake` would build, and that our own code is in the last layer."""
+"""The image: what `docker buildx bake` would build, and that our own code is in the last layer. Devices of Compose."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tests.programs import need_buildx
 
@@ -50,3 +52,16 @@ def test_a_change_of_our_code_changes_no_layer_but_the_last_that_is_copied() -> 
         assert not {word for word in sources if word.startswith("horizonml")}, name
     arguments = final[final.index("ARG ") :]
     assert not re.search(r"^(RUN|COPY)", arguments, re.MULTILINE)  # which a new revision would repeat
+
+
+def test_compose_has_equal_devices_and_two_classes_of_unequal_ones() -> None:
+    equal = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    workers = {name: service for name, service in equal.items() if name.startswith("worker-")}
+    limits = ("cpus", "mem_limit", "memswap_limit")
+    assert all(service["hostname"] == name and service["init"] for name, service in workers.items())
+    assert len({tuple(service[limit] for limit in limits) for service in workers.values()}) == 1
+    unequal = yaml.safe_load((ROOT / "compose.unequal.yaml").read_text())
+    classes = [unequal["x-pc"], unequal["x-pi"]]
+    assert unequal["services"].keys() == workers.keys()
+    assert [classes.index(service) for service in unequal["services"].values()] == [0, 0, 1, 1, 1]
+    assert all(one.keys() == set(limits) and one["mem_limit"] == one["memswap_limit"] for one in classes)
