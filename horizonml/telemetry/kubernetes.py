@@ -82,13 +82,10 @@ class TrainerStatus:
             found = {} if record is None else {"loss": record.loss, **record.metrics}
             values |= {prefix + metric_key(name): value for name, value in found.items()}
         metrics = [{"name": name[:_MOST_NAME], "value": f"{value:.6g}"} for name, value in values.items()]
-        known = {
-            "progressPercentage": self.percentage,
-            "estimatedRemainingSeconds": None if self.remaining is None else min(round(self.remaining), 2**31 - 1),
-            "metrics": metrics,
-            "lastUpdatedTime": _stamp(self.time),
-        }
-        return {name: value for name, value in known.items() if value is not None}
+        left = None if self.remaining is None else min(round(self.remaining), 2**31 - 1)
+        known = {"progressPercentage": self.percentage, "estimatedRemainingSeconds": left, "metrics": metrics}
+        known = {name: value for name, value in known.items() if value is not None}
+        return {**known, "lastUpdatedTime": _stamp(self.time)}
 
 
 class StatusServer:
@@ -206,12 +203,10 @@ class Publisher:
                 lost = f"rank {', '.join(map(str, record.lost))}" if record.lost else "a rank"
                 again = f"{record.seconds:.1f} s, from {record.source}; {count(record.steps_repeated, 'step')} repeated"
                 self._tell("Recovered", f"{lost} was lost, and training went on after {again}")
-            case EndRecord(outcome="complete" | "already complete"):
-                self._show(ended="complete", remaining=0.0)
-                self._tell("Completed", f"training is complete: {self._progress.words()}", at_once=True)
-            case EndRecord(outcome="stopped"):
-                self._show(ended="stopped", remaining=None)
-                self._tell("Stopped", f"the lead was asked to stop: {self._progress.words()}", at_once=True)
+            case EndRecord(outcome="complete" | "already complete" | "stopped"):
+                ended = "stopped" if record.outcome == "stopped" else "complete"
+                self._show(ended=ended, remaining=0.0 if ended == "complete" else None)
+                self._tell(ended.capitalize(), f"training is {ended}: {self._progress.words()}", at_once=True)
             case EndRecord():  # the next group may have another lead, whose values this rank must not replace
                 self._due = None
 
@@ -236,10 +231,9 @@ class Publisher:
         self._since = time.monotonic()
         self._show(step=step, steps=steps, remaining=None, ended="")
         going_on = f"training goes on from step {step} of {steps} with {count(len(now), 'rank')}"
-        if before is None and step == 0:
-            self._tell("Started", f"training begins: {count(steps, 'step')}, {count(len(now), 'rank')}", at_once=True)
-        elif before is None and step < steps:
-            self._tell("Resumed", going_on, at_once=True)
+        if before is None and step < steps:
+            begun = f"training begins: {count(steps, 'step')}, {count(len(now), 'rank')}"
+            self._tell("Resumed" if step else "Started", going_on if step else begun, at_once=True)
         elif before is not None and before.generation != record.generation:
             then = {one.started_as_rank for one in before.members}
             changes = [(sorted(now - then), "joined"), (sorted(then - now), "left")]
@@ -251,9 +245,8 @@ class Publisher:
 
     def _tell(self, reason: str, message: str, kind: str = "Normal", at_once: bool = False) -> None:
         when, text = _stamp(time.time()), printable(message, _MOST_MESSAGE)
-        self._events.append(
-            {"type": kind, "reason": reason, "message": text, "firstTimestamp": when, "lastTimestamp": when}
-        )
+        event = {"type": kind, "reason": reason, "message": text}
+        self._events.append({**event, "firstTimestamp": when, "lastTimestamp": when})
         if at_once:
             self._now.set()
 

@@ -204,7 +204,7 @@ def test_the_jobs_object_shows_how_far_it_is(api: Server, account: Path) -> None
         ("GroupChanged", "rank 4 joined; rank 2 left; training goes on from step 15 of 40 with 3 ranks"),
         ("Recovered", "rank 2 was lost, and training went on after 4.2 s, from disk; 1 step repeated"),
     ]
-    assert api.events()[-1][0] == "Completed"
+    assert api.events()[-1][0] == "Complete"
 
 
 def test_a_trainjob_is_sent_its_status(api: Server, account: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_server_that_hangs_does_not_hold_up_the_end(
     assert time.monotonic() - started < 2.5
     assert "the end of the run is not written within 1 s" in caplog.messages[-1]
     api.wrong = None
-    wait_for(lambda: api.events() and api.events()[-1][0] == "Completed")
+    wait_for(lambda: api.events() and api.events()[-1][0] == "Complete")
     assert api.annotations()[-1]["horizonml/progress"].startswith("100%, complete")
 
 
@@ -353,9 +353,9 @@ def test_mistakes_in_the_environment_are_a_warning(
 @pytest.mark.parametrize(
     ("extra", "hangs", "reasons", "words"),
     [
-        ([], False, ["Started", "Completed"], "100%, complete"),
+        ([], False, ["Started", "Complete"], "100%, complete"),
         (["optimizer.lr=1e30"], False, ["Started", "Failed"], "failed: step 1: the loss is nan"),
-        ([], True, ["Started", "Completed"], "100%, complete"),
+        ([], True, ["Started", "Complete"], "100%, complete"),
     ],
 )
 def test_a_run_is_shown_and_never_held_up(
