@@ -175,7 +175,12 @@ class KubeCluster:
     def _list(self, kind: str, selector: str) -> list[Object]:
         """Return the objects of a kind, as the API's JSON without its kind, in the order of their names."""
         with self._asking(f"list the {kind.replace('_', ' ')}s"):
-            found = self._calls(kind)[0](self.namespace, label_selector=selector, _request_timeout=_TIMEOUT).items
+            try:
+                found = self._calls(kind)[0](self.namespace, label_selector=selector, _request_timeout=_TIMEOUT).items
+            except ApiException as error:
+                if error.status == 404:  # clusters before 1.21 do not know a PodDisruptionBudget in this version
+                    return []
+                raise
         return sorted((self._plain(one) for one in found), key=lambda one: str(one["metadata"]["name"]))
 
     def _calls(self, kind: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
