@@ -1,7 +1,7 @@
 # docker buildx bake -f images/docker-bake.hcl [worker|cuda|jetson] builds the image for PCs and boards, for NVIDIA GPUs in
 # PCs, or for those of Jetsons; see docs/containers.md. A list of what is inside (SBOM) and of how it was built (provenance)
 # goes to the registry with every image, which BuildKit's container driver can do, and Docker's own without a containerd
-# image store cannot; for that one, add --set '*.attest='.
+# image store cannot; for that one, add --provenance=false --sbom=false.
 variable "IMAGE" { default = "horizonml/worker" }
 variable "VERSION" { default = "dev" }
 variable "REVISION" { default = "unknown" } # of the sources
