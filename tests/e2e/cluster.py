@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import yaml
 from tests.e2e.tools import ROOT, run
 
 CLUSTER = "horizonml-e2e"
-NAMESPACE = "horizonml"
-DISKS = 12
+NAMESPACE, JOB = "horizonml", "digits"  # of the overlays
+DISKS = 40
 
 
 class Cluster:
@@ -32,28 +33,44 @@ class Cluster:
     def docker(self, *arguments: str, timeout: float = 120) -> str:
         return run("docker", *arguments, env=self.env, timeout=timeout)
 
+    def nodes(self) -> list[str]:
+        """The containers that are the cluster's nodes."""
+        return self.docker("ps", "--format", "{{.Names}}", "--filter", f"label=io.x-k8s.kind.cluster={CLUSTER}").split()
+
     def get(self, *arguments: str) -> Any:
         return json.loads(self.kubectl("-n", NAMESPACE, "get", *arguments, "-o", "json"))
 
-    def pods(self) -> list[Any]:
-        """The workers' pods, in the order of ranks."""
-        found = self.get("pods", "-l", "app.kubernetes.io/component=worker")["items"]
+    def apply(self, folder: str) -> str:
+        """`kubectl apply -k`; clusters before 1.21 get the PodDisruptionBudget in the version that they know."""
+        if "policy/v1\n" in self.kubectl("api-versions") + "\n":
+            return self.kubectl("apply", "-k", folder)
+        made = run("kubectl", "kustomize", folder).replace("apiVersion: policy/v1\n", "apiVersion: policy/v1beta1\n")
+        return self.kubectl("apply", "-f", "-", stdin=made)
+
+    def token(self, job: str = JOB) -> None:
+        """Make the Secret with a job's token, unless it is there."""
+        secret = run(sys.executable, "scripts/new_token.py", "secret", job)
+        self.kubectl("-n", NAMESPACE, "create", "-f", "-", stdin=secret, check=False, both=True)
+
+    def pods(self, job: str = JOB) -> list[Any]:
+        """A job's workers' pods, in the order of ranks."""
+        found = self.get("pods", "-l", f"app.kubernetes.io/component=worker,app.kubernetes.io/instance={job}")["items"]
         return sorted(found, key=lambda pod: pod["metadata"]["name"])
 
-    def metrics(self, rank: int) -> str:
+    def metrics(self, rank: int, job: str = JOB) -> str:
         """What a worker shows at /metrics, or nothing."""
-        path = f"/api/v1/namespaces/{NAMESPACE}/pods/worker-{rank}:9400/proxy/metrics"
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods/{job}-worker-{rank}:9400/proxy/metrics"
         return self.kubectl("get", "--raw", path, check=False)
 
-    def metric(self, rank: int, name: str) -> float | None:
+    def metric(self, rank: int, name: str, job: str = JOB) -> float | None:
         """One of a worker's metrics without further labels."""
-        for line in self.metrics(rank).splitlines():
+        for line in self.metrics(rank, job).splitlines():
             if line.startswith(f'{name}{{rank="{rank}"}} '):
                 return float(line.split()[-1])
         return None
 
-    def log(self, rank: int) -> str:
-        return self.kubectl("-n", NAMESPACE, "logs", f"worker-{rank}", check=False, both=True)
+    def log(self, rank: int, job: str = JOB) -> str:
+        return self.kubectl("-n", NAMESPACE, "logs", f"{job}-worker-{rank}", check=False, both=True)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Ask the cluster's Prometheus."""
@@ -88,10 +105,9 @@ def prepare_disks(cluster: Cluster) -> None:
     classes = json.loads(cluster.kubectl("get", "storageclass", "-o", "json"))["items"]
     if not any(found["provisioner"] == "kubernetes.io/host-path" for found in classes):
         return
-    node = f"{CLUSTER}-control-plane"
-    for number in range(DISKS):
-        path = f"/tmp/disk-{number}"
-        cluster.docker("exec", node, "sh", "-c", f"mkdir -p {path} && chmod 777 {path}")
+    script = f"for n in $(seq 0 {DISKS - 1}); do mkdir -p /tmp/disk-$n; chmod 777 /tmp/disk-$n; done"
+    for node in cluster.nodes():
+        cluster.docker("exec", node, "sh", "-c", script)
     volumes = [
         {
             "apiVersion": "v1",
@@ -113,8 +129,8 @@ def prepare_disks(cluster: Cluster) -> None:
     path.unlink()
 
 
-def complete(cluster: Cluster, ranks: int) -> bool:
-    return all(cluster.metric(rank, "horizonml_complete") == 1 for rank in range(ranks))
+def complete(cluster: Cluster, ranks: int, job: str = JOB) -> bool:
+    return all(cluster.metric(rank, "horizonml_complete", job) == 1 for rank in range(ranks))
 
 
 def ready(cluster: Cluster) -> int:

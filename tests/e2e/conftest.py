@@ -52,15 +52,17 @@ def clean(cluster: Cluster) -> Iterator[Cluster]:
 @contextmanager
 def cleaned(cluster: Cluster) -> Iterator[None]:
     """Delete the jobs that are there in the end."""
+    cluster.token()
     yield
     print(cluster.kubectl("-n", NAMESPACE, "get", "pods,pvc", check=False, both=True))
     print(cluster.log(0)[-3000:])
-    for pod in cluster.pods():
+    every = ("-l", "app.kubernetes.io/part-of=horizonml")
+    for pod in cluster.get("pods")["items"]:
         if any(status.get("restartCount") for status in pod["status"].get("containerStatuses", [])):
             last = cluster.kubectl(
                 "-n", NAMESPACE, "logs", "--previous", pod["metadata"]["name"], check=False, both=True
             )
             print(f"{pod['metadata']['name']} was restarted; before that it said:\n{last[-3000:]}")
-    parts = "statefulset,deployment,service,configmap,networkpolicy"
-    cluster.kubectl("-n", NAMESPACE, "delete", parts, "-l", "app.kubernetes.io/part-of=horizonml", timeout=240)
-    wait_for(lambda: not cluster.pods(), "the end of all pods", 120)
+    parts = "statefulset,deployment,job,service,configmap,networkpolicy,pdb,role,rolebinding,serviceaccount"
+    cluster.kubectl("-n", NAMESPACE, "delete", parts, *every, timeout=240)
+    wait_for(lambda: not cluster.get("pods")["items"], "the end of all pods", 120)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from horizonml.security.token import make_token
-from tests.e2e.cluster import CLUSTER, NAMESPACE, Cluster, complete, overlay
+from tests.e2e.cluster import CLUSTER, JOB, NAMESPACE, Cluster, complete, overlay
 from tests.e2e.conftest import cleaned
 from tests.e2e.enforcer import Enforcer
 from tests.e2e.tools import IMAGE, run, wait_for
@@ -30,7 +30,9 @@ for target in sys.argv[1:]:
         found[target] = "refused"  # by the machine itself, where nothing listens
 print(json.dumps(found))
 """
-RANK = {"app.kubernetes.io/name": "horizonml", "app.kubernetes.io/component": "worker"}
+RANK = {
+    "app.kubernetes.io/name": "horizonml", "app.kubernetes.io/component": "worker", "app.kubernetes.io/instance": JOB,
+}  # fmt: skip
 
 
 def run_pod(cluster: Cluster, name: str, space: str, labels: dict[str, str], command: list[str], **env: str) -> str:
@@ -75,7 +77,7 @@ def knock(cluster: Cluster, name: str, space: str, labels: dict[str, str], targe
 
 def addresses(cluster: Cluster) -> dict[str, str]:
     found = cluster.get("pods")["items"]
-    return {pod["metadata"]["name"].partition("-")[0]: pod["status"]["podIP"] for pod in found}
+    return {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["status"]["podIP"] for pod in found}
 
 
 @pytest.fixture(scope="module")
@@ -84,20 +86,25 @@ def enclosed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with cleaned(cluster), Enforcer(cluster) as enforcer:
         # A job of another name, because disks outlive tests, and with them what is trained to the end.
         folder = tmp_path_factory.mktemp("enclosed") / "job"
-        cluster.kubectl("apply", "-k", overlay(folder, "dp", 5, name="enclosed", epochs=40))
+        cluster.apply(overlay(folder, "dp", 5, name="enclosed", epochs=40))
         wait_for(lambda: (cluster.metric(0, "horizonml_step") or 0) > 0, "the first step", 120)
         yield enforcer
 
 
 def test_whoever_gets_past_the_policies_needs_the_token(enclosed: Enforcer, cluster: Cluster) -> None:
-    rank = {"RANK": "1", "WORLD_SIZE": "5", "HORIZONML_RENDEZVOUS": "rendezvous:29400", "HORIZONML_CACHE": "/tmp"}
+    rank = {
+        "RANK": "1",
+        "WORLD_SIZE": "5",
+        "HORIZONML_RENDEZVOUS": f"{JOB}-rendezvous:29400",
+        "HORIZONML_CACHE": "/tmp",
+    }
     command = ["horizonml", "train", "digits", "-n", "5", "--set", "parallel.strategy=ddp"]
     command += ["--set", "rendezvous.timeout=20", "--set", "folder=/tmp/run"]
     wrong = run_pod(cluster, "wrong-token", NAMESPACE, RANK, command, HORIZONML_TOKEN=make_token().text, **rank)
     assert "it has another token" in wrong
     without = run_pod(cluster, "without-token", NAMESPACE, RANK, command, **rank)
     assert "this process has no token" in without
-    said = cluster.kubectl("-n", NAMESPACE, "logs", "deployment/rendezvous")
+    said = cluster.kubectl("-n", NAMESPACE, "logs", f"deployment/{JOB}-rendezvous")
     assert "turned away a client" in said
     wait_for(lambda: complete(cluster, 5), "the end of a training with all else closed", 180)
     assert cluster.metric(0, "horizonml_generation") == 1
