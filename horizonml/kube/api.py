@@ -30,10 +30,9 @@ from horizonml.job.jobfile import parse as parse_job
 from horizonml.job.schema import Job
 from horizonml.kube.render import CLASS, INSTANCE, SETTINGS, Document, ManifestSettings, select
 from horizonml.kube.status import Object, PodCondition, RankStatus, Samples, condition, missing, parse, rank_status
-from horizonml.rendezvous.wire import MOST_RANKS
 from horizonml.text import nearest
 
-_PORT = 9400
+_PORT, _MOST = 9400, 1_000_000  # of ranks
 _PROXY_TIMEOUT = (2.0, 3.0)  # to connect, to answer
 _FORWARD_SECONDS = 5.0
 _MOST_BYTES = 4 << 20
@@ -427,7 +426,7 @@ def ordinal(pod: Object) -> int:
 def ranks_of(pod: Object) -> tuple[int, int]:
     """Return the first and the last rank of the class of workers that a pod, or the template of one, belongs to."""
     env = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0].get("env", [])}
-    first, _, last = str(env.get("HORIZONML_RANKS") or f"0-{MOST_RANKS - 1}").partition("-")
+    first, _, last = str(env.get("HORIZONML_RANKS") or f"0-{_MOST}").partition("-")
     return int(first), int(last)
 
 

@@ -279,7 +279,7 @@ def _name(value: Any, name: str, config: str) -> None:
 def _for_classes(document: Document, settings: ManifestSettings) -> list[Document]:
     """Return the objects that one of the base becomes: that of the workers, one for each class of them."""
     if document["kind"] == "Role":
-        document["rules"][0]["resourceNames"] = [f"job-{settings.classes[0].name}"]
+        document["rules"][0]["resourceNames"] = [f"job-{one.name}" for one in settings.classes]
         if settings.form == "job":
             document["rules"][0].update(apiGroups=["batch"], resources=["jobs/status"])
     if document["kind"] != "StatefulSet":

@@ -30,6 +30,7 @@ from horizonml.runtime.command import RENDEZVOUS, STOP_SECONDS, endpoint_for
 from horizonml.runtime.local import TOGETHER, LocalRun
 from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import foreign, make_run_folder
+from horizonml.telemetry.kubernetes import Release
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.sinks import check_packages
 from horizonml.text import count, human_bytes
@@ -97,7 +98,9 @@ def train_as_rank(
             metered.completed()
             if stay and not stop.wanted:
                 print(f"rank {identity.rank} stays, to be watched; SIGTERM ends it", flush=True)
+                release = Release()
                 while not stop.wanted:
+                    release.look()
                     time.sleep(0.2)
             elif server is not None:  # or the end would look like a crash
                 server.last_look(lambda: stop.wanted)

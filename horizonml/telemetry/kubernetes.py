@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 TRAINER = "KUBEFLOW_TRAINER_SERVER"  # and _URL, _CA_CERT, _TOKEN: where Kubeflow takes the status of a TrainJob
 OBJECT, NAMESPACE = "HORIZONML_KUBE_OBJECT", "HORIZONML_KUBE_NAMESPACE"
 PROGRESS, STATUS = "horizonml/progress", "horizonml/trainer-status"  # annotations: for people, and for programs
+TTL = "HORIZONML_TTL"  # seconds after which the pods of a finished job are given back
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where Kubernetes mounts a pod's token
 _OBJECT = re.compile(r"([a-z0-9.-]+/v[0-9a-z]+)/([a-z]+)/([a-z0-9.-]+)")
 _EVERY_SECONDS, _MOST_SECONDS = 10.0, 60.0  # between two writes; between two attempts while they fail, at most
@@ -133,6 +134,11 @@ class StatusServer:
         }
         self._ask("POST", f"/api/v1/namespaces/{self._namespace}/events", "application/json", event)
 
+    def free(self, workers: str) -> None:
+        """Scale a StatefulSet beside the object to no pods. Raises as `show` does."""
+        path = f"{self._path.partition('/status')[0].rpartition('/')[0]}/{workers}/scale"
+        self._ask("PATCH", path, "application/merge-patch+json", {"spec": {"replicas": 0}})
+
     def _annotate(self, annotations: Mapping[str, str]) -> dict[str, str]:
         body = {"metadata": {"annotations": annotations}}
         found = self._ask("PATCH", self._path, "application/merge-patch+json", body)
@@ -161,6 +167,28 @@ class StatusServer:
         with suppress(ValueError, LookupError, TypeError):
             reason = json.loads(text)["message"]
         raise OSError(f"{response.status} {printable(str(reason))}")
+
+
+class Release:
+    """Gives back what the pods of a finished job occupy, some time after its end, where the environment says so."""
+
+    def __init__(self, env: Mapping[str, str] = os.environ) -> None:
+        """Begin to wait. The first pod of each class of workers acts for all of its class. Raises ValueError."""
+        workers, _, ordinal = env.get("HOSTNAME", "").rpartition("-")
+        seconds = float(env.get(TTL) or "inf") if ordinal == "0" and env.get(OBJECT) else float("inf")
+        self._env, self._workers, self._due = env, workers, time.monotonic() + seconds
+
+    def look(self) -> None:
+        """Scale the class to no pods if it is time to; try again later if that fails."""
+        if time.monotonic() < self._due:
+            return
+        try:
+            StatusServer(self._env).free(self._workers)
+            print(f"the job is done, and {self._workers} is scaled to no pods ({TTL})", flush=True)
+            self._due = float("inf")
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            _log.warning("the pods of %s cannot be given back: %s", self._workers, error)
+            self._due = time.monotonic() + _MOST_SECONDS
 
 
 class Publisher:

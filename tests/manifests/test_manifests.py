@@ -180,7 +180,11 @@ def test_classes_of_workers_have_ranks_one_after_the_other(tmp_path: Path) -> No
         env = [{entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]} for pod in pods]
         assert [one["HORIZONML_RANKS"] for one in env] == ["0-1", "2-2", "3-5"]
         assert {one["HORIZONML_KUBE_OBJECT"].rpartition("/")[2] for one in env} == {"mine-pc"}
-        assert find(documents, "Role", "mine-worker")["rules"][0]["resourceNames"] == ["mine-pc"]
+        assert find(documents, "Role", "mine-worker")["rules"][0]["resourceNames"] == [
+            "mine-pc",
+            "mine-jetson",
+            "mine-pi",
+        ]
         resources = [pod["spec"]["containers"][0]["resources"] for pod in pods]
         assert resources[0] == {key: {"cpu": "8", "memory": "4Gi"} for key in ("limits", "requests")}
         assert resources[1]["limits"]["nvidia.com/gpu"] == "1"
@@ -276,7 +280,8 @@ def test_the_number_of_replicas_is_the_one_knob(tmp_path: Path) -> None:
 def test_a_worker_may_write_its_own_progress_alone() -> None:
     documents = render(ROOT / "k8s" / "dp")
     # The status of an object and its annotations, and not what runs there.
-    own = {"apiGroups": ["apps"], "resources": ["statefulsets/status"], "resourceNames": ["digits-worker"]}
+    parts = ["statefulsets/status", "statefulsets/scale"]
+    own = {"apiGroups": ["apps"], "resources": parts, "resourceNames": ["digits-worker"]}
     assert find(documents, "Role", "digits-worker")["rules"] == [
         {**own, "verbs": ["patch"]},
         {"apiGroups": [""], "resources": ["events"], "verbs": ["create"]},

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from horizonml.telemetry import kubernetes
-from horizonml.telemetry.kubernetes import Publisher
+from horizonml.telemetry.kubernetes import Publisher, Release
 from horizonml.telemetry.record import EndRecord, EvaluationRecord, RecoveryRecord, StateSource
 from horizonml.telemetry.run_info import MemberFacts
 from tests.commands import command
@@ -382,3 +382,23 @@ def test_a_run_is_shown_and_never_held_up(
     assert words in api.annotations()[-1]["horizonml/progress"]
     if extra:
         assert api.events()[-1][1] in done.stderr
+
+
+def test_the_first_pod_of_a_class_gives_its_pods_back_once_when_it_is_time(
+    api: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "_MOST_SECONDS", 0.0)
+    env = {**of_object(api), kubernetes.TTL: "0", "HOSTNAME": "j-pi-0"}
+    others = ({"HOSTNAME": "j-pi-1"}, {kubernetes.TTL: "3600"}, {kubernetes.TTL: ""})
+    for other in others:
+        Release({**env, **other}).look()
+    assert not api.asked
+    release = Release(env)
+    api.wrong = lambda handler: answer(handler, 403, {"message": "no"})
+    release.look()
+    api.wrong = None
+    for _ in range(3):
+        release.look()
+    path = "/apis/apps/v1/namespaces/team/statefulsets/j-pi/scale"
+    asked = ("PATCH", path, "application/merge-patch+json", {"spec": {"replicas": 0}})
+    assert api.asked == [asked, asked]  # refused, and granted
