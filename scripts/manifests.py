@@ -34,6 +34,10 @@ def files() -> dict[Path, str]:
         folder / "jobset" / "jobset.yaml": text(
             "A JobSet: two classes of workers, and the rendezvous service, which ends with them.", jobset()
         ),
+        folder / "unequal" / "classes.yaml": text(
+            "All but the job file of a job with two classes of workers: two strong ones, and three weak ones.",
+            unequal(),
+        ),
         folder / "kubeflow" / "runtime.yaml": text("HorizonML as a runtime of Kubeflow Trainer.", [runtime()]),
     }
 
@@ -61,6 +65,19 @@ def job() -> Document:
     (made,) = as_job(workers, ManifestSettings("horizonml", "digits"))
     made["metadata"]["namespace"] = "horizonml"  # or kustomize would not give it the names of what it refers to
     return made
+
+
+def unequal() -> list[Document]:
+    """Return the objects of a job with two classes of workers, whose ConfigMap an overlay makes from a file."""
+    classes = (WorkerClass("pc", 2, cpu="1"), WorkerClass("pi", 3, cpu="400m", memory="700Mi"))
+    documents = render(
+        load(ROOT / "k8s" / "unequal" / "job.yaml"), ManifestSettings("horizonml", "digits-unequal", classes)
+    )
+    (config,) = [one["metadata"]["name"] for one in documents if one["kind"] == "ConfigMap"]
+    for document in documents:
+        document["metadata"].pop("annotations", None)  # that submit would read
+    kept = [one for one in documents if one["kind"] not in ("Namespace", "ConfigMap")]
+    return list(yaml.safe_load_all(yaml.safe_dump_all(kept).replace(config, "digits-unequal-job")))
 
 
 def jobset() -> list[Document]:

@@ -187,9 +187,9 @@ def submit(
 @app.command("list")
 def list_jobs(namespace: Submitted = "horizonml", context: Context = None) -> None:
     """Show the jobs of a namespace, and how far they are."""
+    cluster = _connect(namespace, context)
     from horizonml.kube.status import job_row
 
-    cluster = _connect(namespace, context)
     rows = [job_row(name, workers) for name, workers in cluster.jobs()]
     if not rows:
         print(f"no jobs in namespace {namespace}")
@@ -207,9 +207,9 @@ def status(
     """Show where every rank runs, how fast, and what is wrong; the exit code is 1 if something is."""
     import json
 
+    cluster = _connect(namespace, context)
     from horizonml.kube.status import problems
 
-    cluster = _connect(namespace, context)
     rows, conditions = cluster.observe(cluster.chosen(name), 1.0)
     wrong = problems(rows, conditions)
     if as_json:
@@ -231,9 +231,9 @@ def top(name: Name = None, namespace: Submitted = "horizonml", context: Context 
     from rich.live import Live
     from rich.text import Text
 
+    cluster = _connect(namespace, context)
     from horizonml.kube.status import problems
 
-    cluster = _connect(namespace, context)
     job = cluster.chosen(name)
     try:
         with Live(refresh_per_second=4) as live:
@@ -264,9 +264,9 @@ def logs(
 
     from rich.console import Console
 
+    cluster = _connect(namespace, context)
     from horizonml.kube.api import rank_of
 
-    cluster = _connect(namespace, context)
     job = cluster.chosen(name)
     pods = {rank_of(pod, {}): str(pod["metadata"]["name"]) for pod in cluster.pods(job)}
     if rank is not None and rank not in pods:
@@ -309,9 +309,9 @@ def scale(
     context: Context = None,
 ) -> None:
     """Change the number of workers while they train; no step is repeated."""
+    cluster = _connect(namespace, context)
     from horizonml.kube.render import CLASS, for_workers
 
-    cluster = _connect(namespace, context)
     job = cluster.chosen(name)
     found = {str(one["metadata"]["labels"][CLASS]): one for one in cluster.workers(job)}
     if of_class is None and len(found) > 1:

@@ -74,7 +74,7 @@ def validate(documents: list[dict[str, Any]]) -> None:
             kubernetes_validate.validate(document, version, strict=True)
 
 
-@pytest.mark.parametrize("folder", [*OVERLAYS, "job", "kind"])
+@pytest.mark.parametrize("folder", [*OVERLAYS, "job", "unequal", "kind"])
 def test_what_users_apply_is_valid(folder: str) -> None:
     validate(render(ROOT / "k8s" / folder))
 
@@ -201,6 +201,19 @@ def test_classes_of_workers_have_ranks_one_after_the_other(tmp_path: Path) -> No
     ):  # fmt: skip
         with pytest.raises(JobError, match=words):
             WorkerClass.parse(text)
+
+
+def test_the_overlay_for_unequal_nodes_has_its_job_file_by_a_hash() -> None:
+    documents = render(ROOT / "k8s" / "unequal")
+    (config,) = [d for d in documents if d["kind"] == "ConfigMap"]
+    workloads = [d for d in documents if d["kind"] in WORKLOADS]
+    assert [d["metadata"]["name"] for d in workloads] == [
+        "digits-unequal-rendezvous", "digits-unequal-pc", "digits-unequal-pi",
+    ]  # fmt: skip
+    for workload in workloads:
+        volumes = {volume["name"]: volume for volume in workload["spec"]["template"]["spec"]["volumes"]}
+        assert volumes["job"]["configMap"]["name"] == config["metadata"]["name"] != "digits-unequal-job"
+    assert load(ROOT / "k8s" / "unequal" / "job.yaml").parallel.strategy == "auto"
 
 
 @pytest.mark.parametrize("name", ["jobset/jobset.yaml", "kubeflow/runtime.yaml", "kubeflow/trainjob.yaml"])
