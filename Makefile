@@ -31,10 +31,12 @@ MONITORING ?= k8s/kind
 IN_KIND = $(KUBECTL) --context kind-$(KIND_CLUSTER) --namespace horizonml
 
 BIN := $(VENV)/bin
+# Where `make helm` puts Helm, for those who have none.
+export PATH := $(PATH):$(CURDIR)/build/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow unit lint format generate docs token images kind-up kind-down e2e bench bench-long \
-	bench-smoke hetero footprint horovod horovod-tensorflow test-gpu test-launchers clean
+	bench-smoke hetero footprint helm horovod horovod-tensorflow test-gpu test-launchers clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} \
@@ -78,6 +80,9 @@ format: setup ## Put the code into the project's style
 
 generate: setup ## Write what is made from code: dashboards, reference pages of docs/, the operator's rules
 	@"$(BIN)/python" scripts/generate.py
+
+helm: setup ## Get Helm, which the tests of the chart need, into build/bin, if you have none
+	@command -v helm >/dev/null || "$(BIN)/python" scripts/get_helm.py build/bin
 
 docs: setup ## Build the documentation into build/docs, and check its links (open build/docs/index.html)
 	@NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict --quiet

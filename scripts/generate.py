@@ -1,13 +1,14 @@
 """Writes what is made from code: `make generate`. A test fails where a generated file is out of date.
 
-These are docs/metrics.md, docs/job-file.md, grafana/dashboards/*.json, the rules as a PrometheusRule, and the forms of
-a job in Kubernetes other than that of k8s/base.
+These are docs/metrics.md, docs/job-file.md, grafana/dashboards/*.json, the rules as a PrometheusRule, the forms of a
+job in Kubernetes other than that of k8s/base, and the Helm chart.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import chart
 import dashboards
 import manifests
 import reference
@@ -24,7 +25,7 @@ def files() -> dict[Path, str]:
         ROOT / "docs" / "metrics.md": document(),
         ROOT / "docs" / "job-file.md": reference.document(),
     }
-    made |= manifests.files()
+    made |= manifests.files() | chart.files()
     for name in dashboards.DASHBOARDS:
         made[ROOT / "grafana" / "dashboards" / f"{name}.json"] = dashboards.text(name)
     made[ROOT / "k8s" / "components" / "monitoring" / "rules.yaml"] = operator_rules()

@@ -45,10 +45,10 @@ def files() -> dict[Path, str]:
 def text(about: str, documents: list[Document]) -> str:
     """Return documents as a file."""
     head = f"# {about}\n# Made from k8s/base by `make generate`.\n"
-    return head + yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=120)
+    return head + yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=120)
 
 
-class _Plain(yaml.SafeDumper):
+class Plain(yaml.SafeDumper):
     """Writes lists as the other manifests have them, and never an alias."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:

@@ -28,8 +28,8 @@ BASE = Path(__file__).parent / "base"
 NAME, INSTANCE, CLASS = "app.kubernetes.io/name", "app.kubernetes.io/instance", "horizonml/class"
 SETTINGS = "horizonml/settings"  # annotation of the rendezvous service: what the job was submitted with
 NODE = "node"  # as an amount of cpu: all that the node has
-_AMOUNT = r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi)?"
-_MOST_NAME, _MOST_CLASS, _MOST_FILES = 35, 12, 900_000  # characters; Kubernetes adds to names; bytes of a ConfigMap
+AMOUNT = r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi)?"
+_MOST_NAME, MOST_CLASS, _MOST_FILES = 35, 12, 900_000  # characters; Kubernetes adds to names; bytes of a ConfigMap
 
 Document = dict[str, Any]
 
@@ -51,9 +51,9 @@ class WorkerClass:
         """Return the class that an option states: `pi=3,cpu=4,memory=2Gi,arch=arm64,KEY=VALUE`. Raises JobError."""
         head, *rest = text.split(",")
         name, _, number = head.partition("=")
-        if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) or len(name) > _MOST_CLASS or not number.isdigit():
+        if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) or len(name) > MOST_CLASS or not number.isdigit():
             raise JobError(
-                f"--class {text!r}: it begins with a name of at most {_MOST_CLASS} lower-case letters, digits and "
+                f"--class {text!r}: it begins with a name of at most {MOST_CLASS} lower-case letters, digits and "
                 "hyphens, and a number of workers: --class pi=3,cpu=4,memory=2Gi"
             )
         if name.partition("-")[0] == "job":
@@ -82,7 +82,7 @@ class WorkerClass:
 
 def check_amount(name: str, text: str | None) -> None:
     """Raise JobError for what Kubernetes would not take as an amount."""
-    if text is not None and not re.fullmatch(_AMOUNT, text):
+    if text is not None and not re.fullmatch(AMOUNT, text):
         raise JobError(f"{name}: {text!r} is not an amount; write 400m or 2 for cores, 512Mi or 1Gi for memory")
 
 
@@ -220,7 +220,7 @@ def render(
         metadata["namespace"] = settings.namespace
         for subject in document.get("subjects", []):
             subject["namespace"] = settings.namespace
-        _name(document, settings.name, config)
+        give_names(document, settings.name, config)
         if document["kind"] == "Deployment":
             metadata["annotations"] = {SETTINGS: settings.to_json()}
             _environment(document)["WORLD_SIZE"]["value"] = str(settings.workers)
@@ -248,7 +248,7 @@ def _environment(document: Document) -> dict[str, Document]:
     return {entry["name"]: entry for entry in containers(document)[0]["env"]}
 
 
-def _name(value: Any, name: str, config: str) -> None:
+def give_names(value: Any, name: str, config: str) -> None:
     """Give an object, and what it refers to, the names of a job, and its labels and selectors that of the instance."""
 
     def own(text: str) -> str:
@@ -256,7 +256,7 @@ def _name(value: Any, name: str, config: str) -> None:
 
     if isinstance(value, list):
         for entry in value:
-            _name(entry, name, config)
+            give_names(entry, name, config)
     if not isinstance(value, dict):
         return
     if value.get(NAME) == "horizonml":
@@ -273,7 +273,7 @@ def _name(value: Any, name: str, config: str) -> None:
                 one["name"] = own(one["name"])
         elif key == "value" and isinstance(found, str):  # of an environment variable: an address, or an object
             value[key] = re.sub(r"(^|/)job-", rf"\g<1>{name}-", found)
-        _name(value[key], name, config)
+        give_names(value[key], name, config)
 
 
 def _for_classes(document: Document, settings: ManifestSettings) -> list[Document]:
