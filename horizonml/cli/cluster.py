@@ -210,11 +210,14 @@ def status(
     cluster = _connect(namespace, context)
     from horizonml.kube.status import problems
 
-    rows, conditions = cluster.observe(cluster.chosen(name), 1.0)
-    wrong = problems(rows, conditions)
+    job = cluster.chosen(name)
+    rows, conditions = cluster.observe(job, 1.0)
+    wrong, progress = problems(rows, conditions), cluster.progress(job)
     if as_json:
-        print(json.dumps({"ranks": [entry.to_json() for entry in rows], "problems": wrong}, indent=2))
+        ranks = [entry.to_json() for entry in rows]
+        print(json.dumps({"job": job, "progress": progress, "ranks": ranks, "problems": wrong}, indent=2))
     else:
+        print_text(f"{job}: {progress or 'no progress yet'}{'' if rows else '; it has no workers'}")
         print(rank_table(rows, terminal_width()))
         for problem in wrong:
             print_text(f"problem: {problem}")
@@ -400,6 +403,8 @@ def _wait(cluster: KubeCluster, name: str) -> None:
     wrong_since, told = None, ""
     while True:
         rows, conditions = cluster.observe(name, 2.0)
+        if not rows:
+            return  # they are given back already
         text = "; ".join(f"rank {entry.rank} {entry.phase}" for entry in rows)
         if all(entry.activity in (Activity.TRAINING, Activity.COMPLETE) for entry in rows):
             lead = rows[0]

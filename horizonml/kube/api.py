@@ -29,7 +29,17 @@ from horizonml.errors import ClusterError
 from horizonml.job.jobfile import parse as parse_job
 from horizonml.job.schema import Job
 from horizonml.kube.render import CLASS, INSTANCE, SETTINGS, Document, ManifestSettings, select
-from horizonml.kube.status import Object, PodCondition, RankStatus, Samples, condition, missing, parse, rank_status
+from horizonml.kube.status import (
+    Object,
+    PodCondition,
+    RankStatus,
+    Samples,
+    condition,
+    missing,
+    parse,
+    rank_status,
+)
+from horizonml.telemetry.kubernetes import PROGRESS
 from horizonml.text import nearest
 
 _PORT, _MOST = 9400, 1_000_000  # of ranks
@@ -213,6 +223,11 @@ class KubeCluster:
         """Return the StatefulSets or Jobs of a job's classes of workers, in the order of their ranks."""
         found = [one for kind in WORKER_KINDS for one in self._list(kind, select(name, "worker"))]
         return sorted(found, key=lambda one: ranks_of(one["spec"]["template"])[0])
+
+    def progress(self, name: str) -> str | None:
+        """Return how far a job is, in its leading rank's words, or None if no rank has said so."""
+        notes = (one["metadata"].get("annotations", {}).get(PROGRESS) for one in self.workers(name))
+        return next((str(note) for note in notes if note), None)
 
     def submitted(self, name: str) -> tuple[Mapping[str, str], ManifestSettings] | None:
         """Return the files and the settings with which a job was submitted, or None if there is no such job."""

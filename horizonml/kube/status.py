@@ -18,9 +18,9 @@ from kubernetes.utils.quantity import parse_quantity
 from prometheus_client.parser import text_string_to_metric_families
 
 from horizonml.machine.signals import explain_signal
+from horizonml.telemetry.kubernetes import PROGRESS
 from horizonml.text import human_bytes, printable
 
-PROGRESS = "horizonml/progress"  # annotation of a job's first workers, which the leading rank writes
 PHASES = ("compute", "transfer", "wait")
 Samples = dict[str, float]
 Object = dict[str, Any]
