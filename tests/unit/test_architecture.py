@@ -37,7 +37,7 @@ TABLE: dict[str, set[str]] = {
         "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "security",
         "spec", "state", "tasks", "telemetry",
     },
-    "kube": {"job", "machine", "security"},
+    "kube": {"job", "machine", "security", "telemetry"},
     "report": {"engine", "job", "machine", "plan", "planner", "runtime", "security", "telemetry"},
     "api": {
         "data", "job", "machine", "models", "plan", "planner", "rendezvous", "report", "runtime", "spec", "state",

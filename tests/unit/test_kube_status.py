@@ -88,8 +88,8 @@ def test_what_has_healed_is_forgotten_though_the_group_forms_again() -> None:
 def test_status_ends_with_1_if_something_is_wrong(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for problem, code in (("no disk", 1), (None, 0)):
         seen = [RankStatus(3, "pi", "Pending")], {3: PodCondition(PodState.PENDING, problem)}
-        monkeypatch.setattr(
-            cluster, "_connect", lambda *_, seen=seen: SimpleNamespace(chosen=lambda _: "j", observe=lambda *_: seen)
-        )
+        found = SimpleNamespace(chosen=lambda _: "j", observe=lambda *_, seen=seen: seen, progress=lambda _: "37%")
+        monkeypatch.setattr(cluster, "_connect", lambda *_, found=found: found)
         result = CliRunner().invoke(cluster.app, ["status", *options])
         assert (result.exit_code, "no disk" in result.stdout) == (code, bool(code))
+        assert "37%" in result.stdout
