@@ -53,7 +53,8 @@ EXPRESSIONS = {
     r"RELEASE-job-\w{10}": '{{ include "horizonml.config" $ }}',
     r"(secretName: |name: )RELEASE-token": r'\1{{ include "horizonml.secret" $ }}',
     r"token: TOKEN": 'token: {{ include "horizonml.token" $ | quote }}',
-    r"( *)- RELEASE-FIRST\n *- RELEASE-CLASS": r"\1{{- range $one := $.Values.classes }}\n\1- RELEASE-CLASS\n\1{{- end }}",
+    r"( *)- RELEASE-FIRST\n *- RELEASE-CLASS": r"\1{{- range $one := $.Values.classes }}\n\1- RELEASE-CLASS\n"
+    r"\1{{- end }}",
     r"RELEASE-FIRST": f"{RELEASE}-{{{{ (index $.Values.classes 0).name }}}}",
     r"RELEASE": RELEASE,
     r"NAMESPACE": "{{ $.Release.Namespace }}",
