@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -176,29 +177,29 @@ def test_the_pod_of_helm_test_is_as_confined_as_the_workers(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"image": {"tga": "x"}}, "at '/image': additional properties 'tga' not allowed"),
-        ({"replicas": 3}, "additional properties 'replicas' not allowed"),
-        ({"job": {"epoch": 3}}, "at '/job': additional properties 'epoch' not allowed"),
-        ({"job": {"parallel": {"strategy": "dpd"}}}, "at '/job/parallel/strategy': value must be one of 'single'"),
-        ({"job": {"epochs": 0}}, "at '/job/epochs': minimum"),
+        ({"image": {"tga": "x"}}, "image.*tga.* allowed"),
+        ({"replicas": 3}, "replicas.* allowed"),
+        ({"job": {"epoch": 3}}, "job.*epoch.* allowed"),
+        ({"job": {"parallel": {"strategy": "dpd"}}}, "job.parallel.strategy.*must be one of.*single.*ddp"),
+        ({"job": {"epochs": 0}}, "job.epochs.*1"),
         ({"job": "epochs: [1"}, "job: the text is not the YAML of a job file"),
         ({"job": {"seed": 3}}, "single trains on 1 worker, and classes has 3"),
         ({"job": {"parallel": {"strategy": "ddp", "workers": 5}}}, "job.parallel.workers is 5, and classes has 3"),
-        ({"files": {"job.yaml": "x"}}, "invalid propertyName 'job.yaml'"),
-        ({"classes": []}, "at '/classes': minItems"),
-        ({"classes": [{"name": "a"}]}, "at '/classes/0': missing property 'count'"),
-        ({"classes": [{"name": "a", "count": 1, "cores": 2}]}, "additional properties 'cores' not allowed"),
-        ({"classes": [{"name": "a", "count": 1, "memory": "2GB"}]}, "at '/classes/0/memory': '2GB' does not match"),
+        ({"files": {"job.yaml": "x"}}, "job.yaml.*not match"),
+        ({"classes": []}, "classes.*1"),
+        ({"classes": [{"name": "a"}]}, "classes.0.*count"),
+        ({"classes": [{"name": "a", "count": 1, "cores": 2}]}, "classes.0.*cores.* allowed"),
+        ({"classes": [{"name": "a", "count": 1, "memory": "2GB"}]}, "classes.0.memory.*not match"),
         ({"classes": [{"name": "a", "count": 1}] * 2}, 'two classes have the name "a"'),
         ({"classes": [{"name": "job-a", "count": 1}]}, "names that begin with job are taken"),
-        ({"form": "deployment"}, "at '/form': value must be one of 'statefulset', 'job'"),
-        ({"ttl": -1}, "at '/ttl': minimum"),
+        ({"form": "deployment"}, "form.*must be one of.*statefulset.*job"),
+        ({"ttl": -1}, "ttl.*0"),
     ],
-)  # fmt: skip
+)
 def test_values_that_make_no_job_are_refused(tmp_path: Path, values: dict[str, Any], words: str) -> None:
     made = helm("template", "mine", str(CHART), *given(tmp_path, values))
     assert made.returncode != 0
-    assert words in made.stderr
+    assert re.search(words, made.stderr)  # Helm 3 and 4 have their own words
 
 
 def test_names_that_kubernetes_or_the_pods_cannot_have_are_refused() -> None:

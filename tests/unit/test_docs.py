@@ -26,7 +26,7 @@ from tests.docs import LANGUAGES, PAGES, ROOT, blocks, commands, options_of, par
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
 # Programs that blocks use and that are not checked further.
 PROGRAMS = {
-    "cat", "cd", "curl", "docker", "echo", "export", "kubectl", "pip", "python3", "scp", "source", "ssh", "sudo",
+    "cat", "cd", "curl", "docker", "echo", "export", "helm", "kubectl", "pip", "python3", "scp", "source", "ssh", "sudo",
 }  # fmt: skip
 # What a block may use that is run on a bare machine, by whoever runs the tests.
 HARMLESS = {"cd", "echo", "horizonml", "source"}
