@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 import tomllib
@@ -26,7 +27,8 @@ from tests.docs import LANGUAGES, PAGES, ROOT, blocks, commands, options_of, par
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
 # Programs that blocks use and that are not checked further.
 PROGRAMS = {
-    "cat", "cd", "curl", "docker", "echo", "export", "helm", "kubectl", "pip", "python3", "scp", "source", "ssh", "sudo",
+    "cat", "cd", "curl", "docker", "echo", "export", "helm", "kubectl", "pip", "python3", "scp", "source", "ssh",
+    "sudo",
 }  # fmt: skip
 # What a block may use that is run on a bare machine, by whoever runs the tests.
 HARMLESS = {"cd", "echo", "horizonml", "source"}
@@ -93,6 +95,10 @@ def check_blocks(page: Path) -> None:
         assert block.language in LANGUAGES, block
         if block.language == "yaml":
             values = yaml.safe_load(block.text)
+            if "classes" in values:  # of the Helm chart
+                known = json.loads((ROOT / "k8s" / "chart" / "values.schema.json").read_text())["properties"]
+                assert set(values) <= set(known), block
+                values = values["job"]
             (Cluster if "devices" in values else Job).model_validate(values)
         elif block.language == "python":
             body = ast.parse(block.text).body
