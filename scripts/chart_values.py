@@ -9,7 +9,7 @@ from typing import Any, cast
 import yaml
 
 from horizonml.job.jobfile import json_schema
-from horizonml.kube.render import AMOUNT, MOST_CLASS, NODE
+from horizonml.kube.render import AMOUNT, CLASS_NAME, MOST_CLASS, NODE, TAKEN
 
 TYPES = {bool: "boolean", int: "integer", str: "string", dict: "object", list: "array"}
 STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
@@ -18,7 +18,7 @@ CLASS = {
     "additionalProperties": False,
     "required": ["name", "count"],
     "properties": {
-        "name": {"type": "string", "maxLength": MOST_CLASS, "pattern": "^[a-z]([a-z0-9-]*[a-z0-9])?$"},
+        "name": {"type": "string", "maxLength": MOST_CLASS, "pattern": f"^{CLASS_NAME}$", "not": {"enum": list(TAKEN)}},
         "count": {"type": "integer", "minimum": 1},
         "cpu": {"type": ["string", "number"], "pattern": f"^({NODE}|{AMOUNT})$", "exclusiveMinimum": 0},
         "memory": {"type": "string", "pattern": f"^{AMOUNT}$"},

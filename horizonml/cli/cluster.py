@@ -268,10 +268,8 @@ def logs(
     from rich.console import Console
 
     cluster = _connect(namespace, context)
-    from horizonml.kube.api import rank_of
-
     job = cluster.chosen(name)
-    pods = {rank_of(pod, {}): str(pod["metadata"]["name"]) for pod in cluster.pods(job)}
+    pods = cluster.by_rank(job)
     if rank is not None and rank not in pods:
         raise JobError(f"--rank: {rank}, but job {job} has the ranks {', '.join(map(str, pods)) or 'that come later'}")
     console, stop = Console(), threading.Event()
@@ -319,6 +317,8 @@ def scale(
     found = {str(one["metadata"]["labels"][CLASS]): one for one in cluster.workers(job)}
     if of_class is None and len(found) > 1:
         raise JobError(f"job {job} has several classes of workers; choose one with --class: {', '.join(found)}")
+    if not found:
+        raise JobError(f"job {job} has no workers; delete it (its checkpoints stay), and submit it again")
     chosen = of_class or next(iter(found))
     if chosen not in found:
         raise JobError(f"--class: job {job} has no class {chosen!r}, only {', '.join(found)}")
@@ -379,13 +379,14 @@ def _submit(
             f"job {name} is there already, and differs: {'; '.join(changes)}. Change it with --replace, or give the "
             "new one another --name"
         )
-    if before is not None and is_another_kind(before[1], settings):
+    remade = before is not None and is_another_kind(before[1], settings)
+    if remade:
         # Kubernetes changes neither the disks of a StatefulSet nor the template of a Job.
         print(f"job {name} saves a checkpoint and is made anew ...", flush=True)
         cluster.remake(name, settings)
     for entry in cluster.apply(render(job, settings, make_token(), files)):
         print(f"applied {entry}")
-    if before is not None and before[0] != files:
+    if before is not None and before[0] != files and not remade:
         print("the job has changed: its workers save a checkpoint and start again ...", flush=True)
         cluster.restart(name)
     workers = count(settings.workers, "worker")
@@ -408,7 +409,8 @@ def _wait(cluster: KubeCluster, name: str) -> None:
         text = "; ".join(f"rank {entry.rank} {entry.phase}" for entry in rows)
         if all(entry.activity in (Activity.TRAINING, Activity.COMPLETE) for entry in rows):
             lead = rows[0]
-            text = f"epoch {lead.epoch}/{lead.epochs}" + (f", loss {lead.loss:.4f}" if lead.loss is not None else "")
+            text = f"epoch {lead.epoch}/{lead.epochs}" if lead.epoch is not None else lead.phase
+            text += f", loss {lead.loss:.4f}" if lead.loss is not None else ""
         if text != told:
             print(text, flush=True)
             told = text

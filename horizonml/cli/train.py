@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -183,5 +184,10 @@ def train(
             sys.exit(130)
         return
     from horizonml.runtime.launch import train_as_rank
+    from horizonml.runtime.outcome import Outcome
 
-    train_as_rank(job, identity, fresh, metrics_at, stay)
+    outcome = train_as_rank(job, identity, fresh, metrics_at, stay)
+    if outcome in (Outcome.STOPPED, Outcome.STOPPED_WAITING) and "JOB_COMPLETION_INDEX" in os.environ:
+        sys.exit(
+            128 + signal.SIGTERM
+        )  # an Indexed Job takes 0 for the end of the rank's work, and never starts it again

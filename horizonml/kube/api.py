@@ -36,13 +36,16 @@ from horizonml.kube.status import (
     Samples,
     condition,
     missing,
+    ordinal,
     parse,
     rank_status,
+    ranked,
+    ranks_of,
 )
 from horizonml.telemetry.kubernetes import PROGRESS
 from horizonml.text import nearest
 
-_PORT, _MOST = 9400, 1_000_000  # of ranks
+_PORT = 9400
 _PROXY_TIMEOUT = (2.0, 3.0)  # to connect, to answer
 _FORWARD_SECONDS = 5.0
 _MOST_BYTES = 4 << 20
@@ -290,6 +293,12 @@ class KubeCluster:
         newest = {(one["metadata"]["labels"].get(CLASS), ordinal(one)): one for one in sorted(found, key=_created)}
         return sorted(newest.values(), key=lambda one: (ranks_of(one)[0], ordinal(one)))
 
+    def by_rank(self, name: str) -> dict[int, str]:
+        """Return the names of the pods of a job's workers by their ranks."""
+        pods = self.pods(name)
+        looks = [self._metrics(pod) if ranked([pod], [{}])[0] > ranks_of(pod)[1] else {} for pod in pods]
+        return dict(zip(ranked(pods, looks), (str(pod["metadata"]["name"]) for pod in pods), strict=True))
+
     def restart(self, name: str) -> None:
         """Delete the workers' pods, which save a checkpoint first, and wait until those are gone."""
         before = {pod["metadata"]["uid"] for pod in self.pods(name)}
@@ -352,8 +361,8 @@ class KubeCluster:
             after = list(threads.map(self._metrics, pods))
         (nodes, everything), events = self._nodes(), self._events()
         rows, conditions = [], {}
-        for pod, first_look, last_look in zip(pods, before, after, strict=True):
-            rank = rank_of(pod, last_look or first_look)
+        ranks = ranked(pods, [last or first for first, last in zip(before, after, strict=True)])
+        for rank, pod, first_look, last_look in zip(ranks, pods, before, after, strict=True):
             node = pod["spec"].get("nodeName")
             conditions[rank] = condition(pod, nodes, everything or pods, events)
             rows.append(rank_status(rank, node, conditions[rank], first_look, last_look, seconds))
@@ -429,27 +438,6 @@ class KubeCluster:
 def instance(found: Object) -> str:
     """Return the name of the job that an object belongs to."""
     return str(found["metadata"]["labels"].get(INSTANCE))
-
-
-def ordinal(pod: Object) -> int:
-    """Return the number of a pod among the workers of its class."""
-    name = str(pod["metadata"]["name"])
-    index = pod["metadata"].get("annotations", {}).get("batch.kubernetes.io/job-completion-index")
-    return int(index if index is not None else name.rpartition("-")[2])
-
-
-def ranks_of(pod: Object) -> tuple[int, int]:
-    """Return the first and the last rank of the class of workers that a pod, or the template of one, belongs to."""
-    env = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0].get("env", [])}
-    first, _, last = str(env.get("HORIZONML_RANKS") or f"0-{_MOST}").partition("-")
-    return int(first), int(last)
-
-
-def rank_of(pod: Object, samples: Samples) -> int:
-    """Return the rank of a worker's pod, which only its metrics know if it came to a class that was full."""
-    first, last = ranks_of(pod)
-    rank = first + ordinal(pod)
-    return int(samples.get("rank", rank)) if rank > last else rank
 
 
 def _created(found: Object) -> str:

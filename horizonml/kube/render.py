@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +29,8 @@ BASE = Path(__file__).parent / "base"
 NAME, INSTANCE, CLASS = "app.kubernetes.io/name", "app.kubernetes.io/instance", "horizonml/class"
 SETTINGS = "horizonml/settings"  # annotation of the rendezvous service: what the job was submitted with
 NODE = "node"  # as an amount of cpu: all that the node has
+CLASS_NAME = "[a-z][a-z0-9]*"  # without hyphens: the class pi of job a-b is not the class b-pi of job a
+TAKEN = ("job", "data")  # names in the base manifests that are not those of a class
 AMOUNT = r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi)?"
 _MOST_NAME, MOST_CLASS, _MOST_FILES = 35, 12, 900_000  # characters; Kubernetes adds to names; bytes of a ConfigMap
 
@@ -51,13 +54,13 @@ class WorkerClass:
         """Return the class that an option states: `pi=3,cpu=4,memory=2Gi,arch=arm64,KEY=VALUE`. Raises JobError."""
         head, *rest = text.split(",")
         name, _, number = head.partition("=")
-        if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) or len(name) > MOST_CLASS or not number.isdigit():
+        if not re.fullmatch(CLASS_NAME, name) or len(name) > MOST_CLASS or not re.fullmatch("[0-9]+", number):
             raise JobError(
-                f"--class {text!r}: it begins with a name of at most {MOST_CLASS} lower-case letters, digits and "
-                "hyphens, and a number of workers: --class pi=3,cpu=4,memory=2Gi"
+                f"--class {text!r}: it begins with a name of at most {MOST_CLASS} lower-case letters and digits, and a "
+                "number of workers: --class pi=3,cpu=4,memory=2Gi"
             )
-        if name.partition("-")[0] == "job":
-            raise JobError(f"--class {text!r}: names that begin with job are taken; choose another one")
+        if name in TAKEN:
+            raise JobError(f"--class {text!r}: the name {name} is taken; choose another one")
         if int(number) < 1:
             raise JobError(f"--class {text!r}: a class has at least one worker")
         found: dict[str, str] = {}
@@ -189,7 +192,8 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 def is_another_kind(old: ManifestSettings, new: ManifestSettings) -> bool:
     """Return whether Kubernetes cannot change the objects of one into those of the other."""
     fixed = ("form", "disk", "storage_class")
-    return new.form == "job" or any(getattr(old, one) != getattr(new, one) for one in fixed)
+    dropped = {one.name for one in old.classes} - {one.name for one in new.classes}  # and would go on running
+    return new.form == "job" or bool(dropped) or any(getattr(old, one) != getattr(new, one) for one in fixed)
 
 
 def render(
@@ -368,9 +372,16 @@ def as_job(workers: Document, settings: ManifestSettings) -> list[Document]:
         "parallelism": spec["replicas"],
         "backoffLimit": 20,
         "podReplacementPolicy": "Failed",
-        # Nodes that are drained, and jobs that make room for others, are no failures.
+        # Nodes that are drained, jobs that make room for others, and workers that are asked to stop are no failures.
         "podFailurePolicy": {
-            "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {
+                    "action": "Ignore",
+                    "onExitCodes": {"operator": "In", "values": [128 + signal.SIGTERM]},
+                    "onPodConditions": [],  # which schemas before that of Kubernetes 1.31 require
+                },
+            ]
         },
         **({"suspend": True} if settings.queue else {}),
         **({"ttlSecondsAfterFinished": settings.ttl} if settings.ttl is not None else {}),

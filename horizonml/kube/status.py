@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, StrEnum, auto
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
@@ -22,6 +22,7 @@ from horizonml.telemetry.kubernetes import PROGRESS
 from horizonml.text import human_bytes, printable
 
 PHASES = ("compute", "transfer", "wait")
+_MOST = 1_000_000  # ranks
 Samples = dict[str, float]
 Object = dict[str, Any]
 
@@ -82,7 +83,8 @@ def rank_status(
 ) -> RankStatus:
     """Return a rank's row from its metrics at two times, `seconds` apart, which are empty where it did not answer."""
     if not after:
-        return RankStatus(rank, node, condition.phase)
+        activity = Activity.COMPLETE if condition.state is PodState.COMPLETE else Activity.UNKNOWN
+        return RankStatus(rank, node, condition.phase, activity=activity)
     activity, phase = _activity(condition, after)
     compute, transfer, wait = _split(before, after)
 
@@ -123,6 +125,38 @@ def _activity(condition: PodCondition, metrics: Samples) -> tuple[Activity, str]
     if condition.state is PodState.READY:
         return Activity.TRAINING, "Training"
     return Activity.STARTING, "Starting"
+
+
+def ordinal(pod: Object) -> int:
+    """Return the number of a pod among the workers of its class."""
+    name = str(pod["metadata"]["name"])
+    index = pod["metadata"].get("annotations", {}).get("batch.kubernetes.io/job-completion-index")
+    return int(index if index is not None else name.rpartition("-")[2])
+
+
+def ranks_of(pod: Object) -> tuple[int, int]:
+    """Return the first and the last rank of the class of workers that a pod, or the template of one, belongs to."""
+    env = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0].get("env", [])}
+    first, _, last = str(env.get("HORIZONML_RANKS") or f"0-{_MOST}").partition("-")
+    return int(first), int(last)
+
+
+def ranked(pods: Sequence[Object], looks: Sequence[Samples]) -> list[int]:
+    """Return the ranks of workers' pods, which only its metrics know of one that came to a class that was full.
+
+    Those that no metrics tell yet come after all others.
+    """
+    classes = [ranks_of(pod) for pod in pods]
+    found = [first + ordinal(pod) for pod, (first, _) in zip(pods, classes, strict=True)]
+    further = {at for at, (_, last) in enumerate(classes) if found[at] > last}
+    for at in further & {at for at, samples in enumerate(looks) if "rank" in samples}:
+        found[at] = int(looks[at]["rank"])
+        further.remove(at)
+    known = {rank for at, rank in enumerate(found) if at not in further}
+    free = count(1 + max(known | {last for _, last in classes if further}, default=0))
+    for at in sorted(further):
+        found[at] = next(free)
+    return found
 
 
 def problems(rows: Iterable[RankStatus], conditions: Mapping[int, PodCondition]) -> list[str]:
@@ -192,6 +226,7 @@ class PodState(StrEnum):
     RUNNING = "Running"
     READY = "Ready"
     ENDED = "Ended"
+    COMPLETE = "Complete"  # and is not started again
     TERMINATING = "Terminating"
     OTHER = "Unknown"
 
@@ -234,7 +269,7 @@ def condition(
             why = str(waiting.get("message", reason))
             return PodCondition(PodState.MISCONFIGURED, f"{name}: {why}", fix=_remedy(why, space))
         if (state.get("terminated") or {}).get("exitCode") == 0:
-            return PodCondition(PodState.ENDED)
+            return PodCondition(PodState.COMPLETE if status.get("phase") == "Succeeded" else PodState.ENDED)
         if reason == "CrashLoopBackOff" or "terminated" in state:
             why = f"{name}: {_ending(pod, ended)}"
             return PodCondition(PodState.ENDED, why, reason or None, _fix(pod, ended))
@@ -300,8 +335,9 @@ def _remedy(problem: str, namespace: str) -> str | None:
             "name one of `kubectl get storageclass` with --storage-class; a claim keeps its class, so first delete "
             f"those that are Pending (kubectl -n {namespace} delete pvc CLAIM)"
         )
-    if absent[1] == "secret" and "token" in absent[2]:
-        return f"make the token: horizonml token --secret {absent[2]} | kubectl apply --namespace {namespace} -f -"
+    if absent[1] == "secret" and absent[2].endswith("-token"):
+        job = absent[2].removesuffix("-token")
+        return f"make the token: horizonml token --secret {job} | kubectl apply --namespace {namespace} -f -"
     return f"make it (kubectl -n {namespace} create {absent[1]} --help), or apply the job's manifests again"
 
 

@@ -67,7 +67,8 @@ def identify(env: Environment, most: int | None = None) -> Identity | None:
 
     `most` ranks may take part (parallel.max_workers), where that is more than the world size.
     """
-    if (elastic := _elastic(env)) is not None:
+    started_by_launcher = {"RANK", "WORLD_SIZE"} <= env.keys()  # as inside such a pod
+    if not started_by_launcher and (elastic := _elastic(env)) is not None:
         return elastic
     found = next((found for source in _SOURCES if (found := _from(env, *source)) is not None), None)
     if found is not None and found.rank >= max(found.world_size, most or 0):

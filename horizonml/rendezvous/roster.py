@@ -167,7 +167,8 @@ class Roster:
         members = [member.fingerprint for member in self._members.values()]
         held = {one.rank: (one.host_id, one.pid) for one in members}
         held |= dict.fromkeys(self._newest.expected(now) - set(held), ("", 0))
-        before = self._crashes.known(ask.digest) | self._newest.ranks
+        # Ranks that the service was told of have their numbers from elsewhere, and may still be on their way.
+        before = self._crashes.known(ask.digest) | self._newest.ranks | set(range(self._workers or 0))
         rank = ask.rank
         if rank is None:
             rank = self._numbers.give(ask, held, self._crashes.closed(ask.digest, now), before, now)

@@ -197,7 +197,7 @@ def test_classes_of_workers_have_ranks_one_after_the_other(tmp_path: Path) -> No
     for text, words in (
         ("pi", "a number of workers"), ("Pi=2", "lower-case"), ("pi=0", "at least one"),
         ("pi=1,cores=4", "'cores' is neither"), ("pi=1,cpu=much", "not an amount"), ("pi=1,cpu", "not KEY=VALUE"),
-        ("job-x=1", "are taken"),
+        ("job=1", "is taken"), ("data=1", "is taken"),
     ):  # fmt: skip
         with pytest.raises(JobError, match=words):
             WorkerClass.parse(text)

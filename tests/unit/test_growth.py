@@ -48,6 +48,8 @@ def test_a_rank_that_asks_for_the_world_size_learns_that_of_the_others_or_else_t
     gather(roster, rank(0, 4))
     assert roster.give_number(own, 0.5) == GivenNumber(7, 4)
     assert Roster().give_number(own, 0.0) == GivenNumber(7, 5)
+    # Those that the service was told of have numbers, though they may not have come yet; others get further ones.
+    assert Roster(workers=3).give_number(question(), 0.0) == GivenNumber(3, 3)
 
 
 def test_a_world_grows_beyond_its_beginning() -> None:

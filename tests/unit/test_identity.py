@@ -64,6 +64,7 @@ def test_pods_of_an_elastic_job_ask_for_the_world_size_and_those_beyond_their_cl
         ({"WORLD_SIZE": "7"}, 2, "StatefulSet"),  # which is the service's
     ):
         assert identify({**elastic, **env}) == Identity(rank, ASKED, source)
+    assert identify({**elastic, "RANK": "1", "WORLD_SIZE": "3"}) == Identity(1, 3, "RANK")  # of a run inside a pod
     for env, words in (
         ({"HORIZONML_RANKS": "3"}, "the first and the last rank"),
         ({"HOSTNAME": "laptop"}, "nothing numbers this pod"),

@@ -125,6 +125,9 @@ def test_what_differs_is_named() -> None:
     assert [entry for entry in found if entry.startswith("my_model.py: - -> ")]
     assert is_another_kind(old, new)
     assert not is_another_kind(old, ManifestSettings("team", "mine", image="x"))
+    both = ManifestSettings("team", "mine", (WorkerClass(count=3), WorkerClass("pi", 3)))
+    assert not is_another_kind(old, both)
+    assert is_another_kind(both, old)  # the workers of a class that is dropped would go on
 
 
 def test_a_plan_with_named_ranks_cannot_be_scaled() -> None:
@@ -302,6 +305,8 @@ def test_mistakes_are_told_before_any_connection(tmp_path: Path) -> None:
         (["submit", "digits", "--class", "pi=3,cores=4"], "'cores' is neither"),
         (["submit", "digits", "--class", "pi=3", "--workers", "3"], "leave out --workers"),
         (["submit", "digits", "--class", "pi=3", "--class", "pi=2"], "same name"),
+        (["submit", "digits", "--class", "big-pi=3"], "letters and digits"),  # the class pi of a job digits-big
+        (["submit", "digits", "--class", "data=3"], "the name data is taken"),
         (["submit", "digits", "--name", "7"], "begins with a letter"),
     ):
         result = command(ROOT, "cluster", *arguments)

@@ -1,4 +1,4 @@
-"""What `cluster status` says of pods: what their Events tell, what has healed, and its exit code."""
+"""What `cluster` says of pods: their ranks, what their Events tell, what has healed, and exit codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,22 @@ import pytest
 from typer.testing import CliRunner
 
 from horizonml.cli import cluster
-from horizonml.kube.status import PodCondition, PodState, RankStatus, condition, missing, problems
+from horizonml.cli.app import app
+from horizonml.job.schema import Job
+from horizonml.kube.render import ManifestSettings, WorkerClass
+from horizonml.kube.status import (
+    Activity,
+    PodCondition,
+    PodState,
+    RankStatus,
+    condition,
+    missing,
+    problems,
+    rank_status,
+    ranked,
+)
+from horizonml.runtime import launch
+from horizonml.runtime.outcome import Outcome
 
 
 def pod(**status: Any) -> dict[str, Any]:
@@ -40,7 +55,7 @@ ABSENT = happened('MountVolume.SetUp failed for volume "token" : secret "j-token
     ("status", "events", "problem", "fix"),
     [
         ({}, [ABSENT, happened("Unable to attach or mount volumes: timed out", 9)],
-         'secret "j-token" not found', "horizonml token --secret j-token | kubectl apply --namespace team"),
+         'secret "j-token" not found', "horizonml token --secret j | kubectl apply --namespace team"),
         ({}, [happened('configmap "job" not found', 5), happened("other pod", 9, name="worker-4")], "configmap",
          "kubectl -n team create configmap"),
         ({}, [happened("nfs: no host", 5)], "worker-3: nfs: no host", "kubectl -n team describe pod worker-3"),
@@ -93,3 +108,52 @@ def test_status_ends_with_1_if_something_is_wrong(options: list[str], monkeypatc
         result = CliRunner().invoke(cluster.app, ["status", *options])
         assert (result.exit_code, "no disk" in result.stdout) == (code, bool(code))
         assert "37%" in result.stdout
+
+
+def test_each_pod_has_a_rank_of_its_own_when_a_class_has_grown() -> None:
+    def of_class(name: str, ranks: str) -> dict[str, Any]:
+        env = [{"name": "HORIZONML_RANKS", "value": ranks}]
+        return {"metadata": {"name": name}, "spec": {"containers": [{"env": env}]}}
+
+    pods = [of_class(f"j-pc-{at}", "0-1") for at in range(4)] + [of_class(f"j-pi-{at}", "2-4") for at in range(3)]
+    nothing: list[dict[str, float]] = [{} for _ in pods]
+    assert ranked(pods, nothing) == [0, 1, 5, 6, 2, 3, 4]
+    nothing[2] = {"rank": 6.0}
+    assert ranked(pods, nothing) == [0, 1, 6, 7, 2, 3, 4]
+
+
+def test_a_pod_that_has_succeeded_is_complete_though_it_serves_no_metrics() -> None:
+    for phase, activity in (("Succeeded", Activity.COMPLETE), ("Running", Activity.UNKNOWN)):
+        found = condition(pod(**{"phase": phase, **container(state={"terminated": {"exitCode": 0}})}), [], [])
+        assert rank_status(3, "pi", found, {}, {}, 1.0).activity is activity
+        assert found.problem is None
+
+
+def test_workers_that_are_made_anew_are_not_restarted_besides() -> None:
+    done: list[str] = []
+    old = ManifestSettings("team", "j", (WorkerClass("pc", 1), WorkerClass("pi", 1)))
+    found = SimpleNamespace(
+        submitted=lambda _: ({"job.yaml": "name: j"}, old), remake=lambda *_: done.append("remake"),
+        apply=lambda _: [], restart=lambda _: done.append("restart"),
+    )  # fmt: skip
+    new = ManifestSettings("team", "j", (WorkerClass("pc", 1),))
+    cluster._submit(found, Job(), new, {"job.yaml": "name: j\nseed: 7"}, True)  # type: ignore[arg-type]
+    assert done == ["remake"]
+
+
+def test_a_job_without_workers_cannot_be_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(chosen=lambda name: name, workers=lambda _: [])
+    monkeypatch.setattr(cluster, "_connect", lambda *_: found)
+    assert "has no workers" in str(CliRunner().invoke(cluster.app, ["scale", "j", "3"]).exception)
+
+
+def test_an_indexed_job_does_not_count_a_rank_that_was_asked_to_stop_as_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for index, outcome, code in (
+        ("0", Outcome.STOPPED, 143), ("0", Outcome.STOPPED_WAITING, 143), ("0", Outcome.COMPLETE_WITHOUT, 0),
+        (None, Outcome.STOPPED, 0),
+    ):  # fmt: skip
+        env = {"HORIZONML_ELASTIC": "1", "HOSTNAME": "j-worker-0", "JOB_COMPLETION_INDEX": index}
+        monkeypatch.setattr(launch, "train_as_rank", lambda *_, outcome=outcome: outcome)
+        assert CliRunner().invoke(app, ["train", "digits"], env=env).exit_code == code

@@ -12,7 +12,6 @@
 {{- $names := list -}}
 {{- range .Values.classes -}}
 {{- if has .name $names -}}{{- fail (printf "classes: two classes have the name %q; give each its own" .name) -}}{{- end -}}
-{{- if regexMatch "^job(-|$)" .name -}}{{- fail (printf "classes: names that begin with job are taken; choose another one than %q" .name) -}}{{- end -}}
 {{- $names = append $names .name -}}
 {{- $sum = add $sum (int .count) -}}
 {{- end -}}
