@@ -105,6 +105,7 @@ def prepare_disks(cluster: Cluster) -> None:
     classes = json.loads(cluster.kubectl("get", "storageclass", "-o", "json"))["items"]
     if not any(found["provisioner"] == "kubernetes.io/host-path" for found in classes):
         return
+    nodes = [node for node in cluster.nodes() if not node.endswith("-control-plane")] or cluster.nodes()
     script = f"for n in $(seq 0 {DISKS - 1}); do mkdir -p /tmp/disk-$n; chmod 777 /tmp/disk-$n; done"
     for node in cluster.nodes():
         cluster.docker("exec", node, "sh", "-c", script)
@@ -118,6 +119,21 @@ def prepare_disks(cluster: Cluster) -> None:
                 "capacity": {"storage": "2Gi"},
                 "accessModes": ["ReadWriteOnce"],
                 "hostPath": {"path": f"/tmp/disk-{number}"},
+                "nodeAffinity": {  # where its files are
+                    "required": {
+                        "nodeSelectorTerms": [
+                            {
+                                "matchExpressions": [
+                                    {
+                                        "key": "kubernetes.io/hostname",
+                                        "operator": "In",
+                                        "values": [nodes[number % len(nodes)]],
+                                    }
+                                ]
+                            }
+                        ]
+                    }
+                },
             },
         }
         for number in range(DISKS)

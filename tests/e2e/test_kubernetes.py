@@ -112,7 +112,7 @@ def test_six_jobs_in_one_namespace_do_not_notice_each_other(clean: Cluster) -> N
     horizonml = commands(clean, "--namespace", NAMESPACE)
     jobs = {f"job-{number}": 2 + number % 2 for number in range(6)}
     for name, workers in jobs.items():
-        options = ("--set", "parallel.strategy=ddp", "--set", "epochs=150", "--cpu", "300m", "--memory", "700Mi")
+        options = ("--set", "parallel.strategy=ddp", "--set", "epochs=150", "--memory", "700Mi")
         horizonml("submit", "jobs/digits.yaml", "--name", name, "--workers", str(workers), *options)
 
     def figures(job: str, name: str) -> float:
@@ -126,7 +126,7 @@ def test_six_jobs_in_one_namespace_do_not_notice_each_other(clean: Cluster) -> N
         "b'train' in open(f'/proc/{p}/cmdline', 'rb').read()]"  # fmt: skip
     clean.kubectl("-n", NAMESPACE, "exec", "job-0-worker-1", "--", "python", "-c", kill, check=False, both=True)
     horizonml("scale", "job-1", "2")
-    other = ("--set", "parallel.strategy=pipeline", "--set", "epochs=100", "--cpu", "300m", "--memory", "700Mi")
+    other = ("--set", "parallel.strategy=pipeline", "--set", "epochs=100", "--memory", "700Mi")
     replaced = ("submit", "jobs/digits.yaml", "--name", "job-2", "--workers", "2", *other)
     assert "parallel.strategy: ddp -> pipeline" in horizonml(*replaced, code=2)
     horizonml(*replaced, "--replace")
@@ -201,7 +201,7 @@ def test_the_cluster_commands_from_submit_to_delete(cluster: Cluster) -> None:
     assert all(sum(row[part] for part in ("compute", "transfer", "wait")) == pytest.approx(1) for row in rows)
     table = horizonml("status")
     assert "samples/s" in table
-    assert f"{CLUSTER}-control-plane" in table
+    assert f"{CLUSTER}-" in table
     assert "rank 0 | epoch" in horizonml("logs", "--tail", "3")
 
     follow = subprocess.Popen(
@@ -240,7 +240,7 @@ def test_the_cluster_commands_from_submit_to_delete(cluster: Cluster) -> None:
         "the lack of memory being seen",
         60,
     )
-    assert f"asks for memory 900Gi; the nearest node {CLUSTER}-control-plane has" in found
+    assert f"asks for memory 900Gi; the nearest node {CLUSTER}-" in found
     horizonml(
         "submit", "jobs/digits.yaml", "--workers", "2", *endless, "--image", "horizonml/no-such-image:1", "--replace"
     )
