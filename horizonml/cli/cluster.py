@@ -330,7 +330,7 @@ def scale(
     try:
         if submitted is not None:
             for_workers(submitted, sum(counts.values()) - counts[chosen] + workers)
-    except ValueError as error:
+    except JobError as error:
         raise JobError(f"cannot scale to {workers}: {error}") from None
     cluster.scale(job, chosen, workers)
     print(f"{job}: {count(counts[chosen], 'worker')} become {workers}, while they train")

@@ -99,7 +99,7 @@ def token(
         typer.Option(
             "--secret",
             metavar="JOB",
-            help="Print a Kubernetes Secret with a new token for this job, for `kubectl apply -f -`.",
+            help="Print a Kubernetes Secret with a new token for this job, for `kubectl create -f -`.",
             show_default=False,
         ),
     ] = None,

@@ -20,7 +20,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from horizonml.errors import JobError
-from horizonml.job.jobfile import code_fields
+from horizonml.job.jobfile import changed, code_fields
 from horizonml.job.schema import Job
 from horizonml.security.token import Token
 from horizonml.text import count
@@ -391,12 +391,10 @@ def as_job(workers: Document, settings: ManifestSettings) -> list[Document]:
 
 
 def for_workers(job: Job, workers: int) -> Job:
-    """Return the job for another number of ranks. Raises ValueError if its plan does not allow that."""
+    """Return the job for another number of ranks. Raises JobError if its plan or its limits do not allow that."""
     if job.parallel.stages is not None and job.parallel.world_size() != workers:
-        raise ValueError(
+        raise JobError(
             f"parallel.stages: the plan names {count(job.parallel.world_size(), 'rank')}, not {workers}; change the "
             "stages in the job file, or leave them out and let a strategy make the plan"
         )
-    values = copy.deepcopy(job.model_dump())
-    values["parallel"]["workers"] = workers
-    return Job.model_validate(values)
+    return changed(job, {"parallel.workers": workers})

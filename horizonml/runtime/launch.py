@@ -85,6 +85,11 @@ def train_as_rank(
             if own is None:
                 print(f"rank {identity.rank}: this is the number that the rendezvous service has given", flush=True)
             _check_world_size(job, identity)
+            if identity.rank >= (most := max(identity.world_size, settings.max_world_size)):
+                raise JobError(
+                    f"rank {identity.rank} is one too many: the job takes at most {count(most, 'rank')} "
+                    "(parallel.max_workers, or what parallel.stages names); change that, or scale the job back"
+                )
         metered, server = Metrics(identity.rank), None
         if metrics is not None:
             host, port = metrics

@@ -133,8 +133,11 @@ def test_what_differs_is_named() -> None:
 def test_a_plan_with_named_ranks_cannot_be_scaled() -> None:
     assert for_workers(JOB, 7).parallel.world_size() == 7
     fixed = Job.model_validate({"parallel": {"stages": [{"ranks": [0]}, {"ranks": [1, 2]}]}})
-    with pytest.raises(ValueError, match="the plan names 3 ranks, not 7"):
+    with pytest.raises(JobError, match="the plan names 3 ranks, not 7"):
         for_workers(fixed, 7)
+    narrow = Job.model_validate({"parallel": {"strategy": "ddp", "max_workers": 6}})
+    with pytest.raises(JobError, match=r"max_workers: 6 is less than workers, 7; set it to 7 or more$"):
+        for_workers(narrow, 7)
 
 
 def pod(name: str = "worker-3", memory: str = "1Gi", node: str | None = None, **status: Any) -> dict[str, Any]:

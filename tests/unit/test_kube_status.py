@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from horizonml.cli import cluster
 from horizonml.cli.app import app
+from horizonml.errors import JobError
 from horizonml.job.schema import Job
 from horizonml.kube.render import ManifestSettings, WorkerClass
 from horizonml.kube.status import (
@@ -23,6 +25,7 @@ from horizonml.kube.status import (
     rank_status,
     ranked,
 )
+from horizonml.rendezvous.identity import ASKED, Identity
 from horizonml.runtime import launch
 from horizonml.runtime.outcome import Outcome
 
@@ -157,3 +160,13 @@ def test_an_indexed_job_does_not_count_a_rank_that_was_asked_to_stop_as_complete
         env = {"HORIZONML_ELASTIC": "1", "HOSTNAME": "j-worker-0", "JOB_COMPLETION_INDEX": index}
         monkeypatch.setattr(launch, "train_as_rank", lambda *_, outcome=outcome: outcome)
         assert CliRunner().invoke(app, ["train", "digits"], env=env).exit_code == code
+
+
+def test_a_pod_beyond_the_most_that_a_job_takes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", sys.stdout)  # which a rank replaces
+    monkeypatch.setattr(launch, "endpoint_for", lambda place: place)
+    monkeypatch.setenv("HORIZONML_RENDEZVOUS", "j-rendezvous:29400")
+    monkeypatch.setattr("horizonml.rendezvous.meeting.ask_rank", lambda *_: Identity(6, 3, "the rendezvous service"))
+    job = Job.model_validate({"parallel": {"strategy": "ddp", "max_workers": 6}})
+    with pytest.raises(JobError, match="rank 6 is one too many: the job takes at most 6 ranks"):
+        launch.train_as_rank(job, Identity(6, ASKED, "StatefulSet"), False, None, False)
