@@ -120,7 +120,7 @@ def files() -> dict[Path, str]:
             "$.Values.networkPolicies.enabled", "---\n".join([*policies, when("$.Values.downloads", downloads)])
         ),
         "status": "---\n".join(status),
-        "disruption-budget": when(f"and $.Values.podDisruptionBudget.enabled ({has_budgets})", budget),
+        "disruption-budget": when(f"and $.Values.podDisruptionBudget.enabled ({has_budgets}) (not ({IS_JOB}))", budget),
         "pod-monitor": when("$.Values.monitoring.enabled", monitor),
         "test": template("StatefulSet", "CLASS", shape=as_test),
     }

@@ -278,7 +278,7 @@ class KubeCluster:
             )
         selector = select(name, "worker")
         pods = {pod["metadata"]["uid"] for pod in self._list("pod", selector)}
-        self.delete(name, False, WORKER_KINDS)
+        self.delete(name, False, (*WORKER_KINDS, "pod_disruption_budget"))  # which an Indexed Job does without
         self._wait_until_gone("pod", selector, pods)
         for claim in claims:
             if claim["metadata"]["name"] not in bound:

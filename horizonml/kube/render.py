@@ -286,6 +286,8 @@ def _for_classes(document: Document, settings: ManifestSettings) -> list[Documen
         document["rules"][0]["resourceNames"] = [f"job-{one.name}" for one in settings.classes]
         if settings.form == "job":
             document["rules"][0].update(apiGroups=["batch"], resources=["jobs/status"])
+    if document["kind"] == "PodDisruptionBudget" and settings.form == "job":
+        return []  # Kubernetes cannot count how many pods a Job is to have, and would let none be evicted at all
     if document["kind"] != "StatefulSet":
         return [document]
     found, first = [], 0

@@ -176,6 +176,8 @@ def test_classes_of_workers_have_ranks_one_after_the_other(tmp_path: Path) -> No
         documents = objects_of(Job(), ManifestSettings("team", "mine", classes, form=form))
         validate(documents)
         kind = "StatefulSet" if form == "statefulset" else "Job"
+        # Kubernetes cannot apply a budget to Jobs.
+        assert ("PodDisruptionBudget" in {one["kind"] for one in documents}) is (kind == "StatefulSet")
         pods = [find(documents, kind, f"mine-{one.name}")["spec"]["template"] for one in classes]
         env = [{entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]} for pod in pods]
         assert [one["HORIZONML_RANKS"] for one in env] == ["0-1", "2-2", "3-5"]
