@@ -366,7 +366,7 @@ def _submit(
     cluster: KubeCluster, job: Job, settings: ManifestSettings, files: Mapping[str, str], replace: bool
 ) -> None:
     """Submit a job, or change the one of its name. Raises ClusterError."""
-    from horizonml.kube.render import code_outside, differences, is_another_kind, render
+    from horizonml.kube.render import code_outside, differences, has_moved, is_another_kind, render
     from horizonml.security.token import make_token
 
     name, before = settings.name, cluster.submitted(settings.name)
@@ -386,8 +386,8 @@ def _submit(
         cluster.remake(name, settings)
     for entry in cluster.apply(render(job, settings, make_token(), files)):
         print(f"applied {entry}")
-    if before is not None and before[0] != files and not remade:
-        print("the job has changed: its workers save a checkpoint and start again ...", flush=True)
+    if before is not None and not remade and (before[0] != files or has_moved(before[1], settings)):
+        print("the job, or who has which rank, has changed: its workers save a checkpoint and start again ...", flush=True)
         cluster.restart(name)
     workers = count(settings.workers, "worker")
     print(f"{name}: {workers}, strategy {job.parallel.strategy}, namespace {settings.namespace}")

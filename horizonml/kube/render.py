@@ -103,6 +103,11 @@ class ManifestSettings:
     queue: str | None = None  # of Kueue, which starts the job when there is room
     ttl: int | None = None  # seconds after which a finished job gives back what it occupies
 
+    def first_ranks(self) -> dict[str, int]:
+        """Return the rank with which each class begins."""
+        counts = [one.count for one in self.classes]
+        return {one.name: sum(counts[:at]) for at, one in enumerate(self.classes)}
+
     @property
     def workers(self) -> int:
         """Return with how many ranks the job begins."""
@@ -194,6 +199,12 @@ def is_another_kind(old: ManifestSettings, new: ManifestSettings) -> bool:
     fixed = ("form", "disk", "storage_class")
     dropped = {one.name for one in old.classes} - {one.name for one in new.classes}  # and would go on running
     return new.form == "job" or bool(dropped) or any(getattr(old, one) != getattr(new, one) for one in fixed)
+
+
+def has_moved(old: ManifestSettings, new: ManifestSettings) -> bool:
+    """Return whether workers of a class get other ranks, which those that run hold until all of them are gone."""
+    before, after = old.first_ranks(), new.first_ranks()
+    return any(before[name] != after[name] for name in before.keys() & after.keys())
 
 
 def render(

@@ -142,6 +142,12 @@ def test_workers_that_are_made_anew_are_not_restarted_besides() -> None:
     new = ManifestSettings("team", "j", (WorkerClass("pc", 1),))
     cluster._submit(found, Job(), new, {"job.yaml": "name: j\nseed: 7"}, True)  # type: ignore[arg-type]
     assert done == ["remake"]
+    # One by one, a worker would wait for a rank that its neighbour holds, which is replaced only after it.
+    for pc, pi, then in ((2, 1, ["restart"]), (1, 2, [])):
+        done.clear()
+        new = ManifestSettings("team", "j", (WorkerClass("pc", pc), WorkerClass("pi", pi)))
+        cluster._submit(found, Job(), new, {"job.yaml": "name: j"}, True)  # type: ignore[arg-type]
+        assert done == then
 
 
 def test_a_job_without_workers_cannot_be_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
