@@ -387,7 +387,7 @@ def _submit(
     for entry in cluster.apply(render(job, settings, make_token(), files)):
         print(f"applied {entry}")
     if before is not None and not remade and (before[0] != files or has_moved(before[1], settings)):
-        print("the job, or who has which rank, has changed: its workers save a checkpoint and start again ...", flush=True)
+        print("the job or its ranks have changed: its workers save a checkpoint and start again ...", flush=True)
         cluster.restart(name)
     workers = count(settings.workers, "worker")
     print(f"{name}: {workers}, strategy {job.parallel.strategy}, namespace {settings.namespace}")
