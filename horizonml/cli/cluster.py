@@ -312,6 +312,7 @@ def scale(
     """Change the number of workers while they train; no step is repeated."""
     cluster = _connect(namespace, context)
     from horizonml.kube.render import CLASS, for_workers
+    from horizonml.kube.status import size_of
 
     job = cluster.chosen(name)
     found = {str(one["metadata"]["labels"][CLASS]): one for one in cluster.workers(job)}
@@ -322,7 +323,7 @@ def scale(
     chosen = of_class or next(iter(found))
     if chosen not in found:
         raise JobError(f"--class: job {job} has no class {chosen!r}, only {', '.join(found)}")
-    counts = {key: int(one["spec"].get("replicas", one["spec"].get("parallelism", 0))) for key, one in found.items()}
+    counts = {key: size_of(one) for key, one in found.items()}
     if counts[chosen] == workers:
         print(f"job {job} has {count(workers, 'worker')} already")
         return
@@ -370,7 +371,7 @@ def _submit(
     from horizonml.security.token import make_token
 
     name, before = settings.name, cluster.submitted(settings.name)
-    changes = differences(*before, files, settings) if before is not None else []
+    changes = differences(before[0], cluster.live(name, before[1]), files, settings) if before is not None else []
     if before is not None and not changes:
         print(f"job {name} is there already, and nothing differs")
         return

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import urllib3
@@ -28,7 +29,7 @@ from kubernetes.stream import portforward
 from horizonml.errors import ClusterError
 from horizonml.job.jobfile import parse as parse_job
 from horizonml.job.schema import Job
-from horizonml.kube.render import CLASS, INSTANCE, SETTINGS, Document, ManifestSettings, select
+from horizonml.kube.render import CLASS, INSTANCE, SETTINGS, Document, ManifestSettings, lose_disks, select
 from horizonml.kube.status import (
     Object,
     PodCondition,
@@ -41,6 +42,7 @@ from horizonml.kube.status import (
     rank_status,
     ranked,
     ranks_of,
+    size_of,
 )
 from horizonml.telemetry.kubernetes import PROGRESS
 from horizonml.text import nearest
@@ -252,6 +254,11 @@ class KubeCluster:
         except ValueError as error:
             raise ClusterError(f"the annotation {SETTINGS} of {name}-rendezvous cannot be read: {error}") from None
 
+    def live(self, name: str, settings: ManifestSettings) -> ManifestSettings:
+        """Return a job's settings with as many workers as there are now: some may have been added, or given back."""
+        sizes = {str(one["metadata"]["labels"][CLASS]): size_of(one) for one in self.workers(name)}
+        return replace(settings, classes=tuple(replace(one, count=sizes.get(one.name, 0)) for one in settings.classes))
+
     def submitted_job(self, name: str) -> Job | None:
         """Return the job that was submitted under a name, or None if its manifests come from elsewhere."""
         with suppress(ClusterError):
@@ -268,12 +275,10 @@ class KubeCluster:
         claims = self._list("persistent_volume_claim", select(name))
         bound = [str(one["metadata"]["name"]) for one in claims if one["status"].get("phase") == "Bound"]
         before = self.submitted(name)
-        other_disks = before is not None and any(
-            getattr(before[1], one) != getattr(settings, one) for one in ("disk", "storage_class")
-        )
-        if bound and other_disks and settings.form != "job":
+        if bound and before is not None and lose_disks(before[1], settings):
             raise ClusterError(
-                f"the disks {', '.join(bound)} hold the checkpoints of {name} and cannot be changed; delete them first "
+                f"the disks {', '.join(bound)} hold the checkpoints of {name}, and workers of another form or first "
+                "class, or with other disks, would not find them; delete them first "
                 f"(horizonml cluster delete {name} --data), or choose another --name"
             )
         selector = select(name, "worker")
@@ -368,7 +373,7 @@ class KubeCluster:
             rows.append(rank_status(rank, node, conditions[rank], first_look, last_look, seconds))
         for one in workers:
             first, last = ranks_of(one["spec"]["template"])
-            wanted = int(one["spec"].get("replicas", one["spec"].get("completions", 0)))
+            wanted = size_of(one)
             for rank in set(range(first, min(first + wanted - 1, last) + 1)) - set(conditions):
                 conditions[rank] = missing(f"{one['metadata']['name']}-{rank - first}", events)
                 rows.append(rank_status(rank, None, conditions[rank], {}, {}, seconds))

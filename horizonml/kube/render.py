@@ -6,6 +6,7 @@ A job is named by its objects: each of them begins with the job's name, and is l
 
 from __future__ import annotations
 
+import ast
 import copy
 import hashlib
 import json
@@ -138,7 +139,7 @@ def select(name: str | None = None, component: str | None = None) -> str:
 
 
 def files_of(job: Job, folder: Path) -> dict[str, str]:
-    """Return the files of a job, by name: the job file, and the modules beside it that the job names.
+    """Return the files of a job, by name: the job file, and the modules beside it that it names and that those import.
 
     The number of workers is no part of them, because it may change while they train. Raises JobError for modules that
     cannot travel.
@@ -146,12 +147,21 @@ def files_of(job: Job, folder: Path) -> dict[str, str]:
     values = job.model_dump(exclude_none=True)
     values["parallel"].pop("workers", None)
     found = {"job.yaml": yaml.safe_dump(values, sort_keys=False)}
-    for entry in code_fields(job):
-        name = entry.partition(": ")[2].partition(":")[0]
-        path = folder / f"{name.replace('.', '/')}.py"
-        if "." in name or not path.is_file():
+    names = [entry.partition(": ")[2].partition(":")[0] for entry in code_fields(job)]
+    while names:
+        path = folder / f"{(name := names.pop())}.py"
+        if "." in name or path.name in found or not path.is_file():
             continue  # a package that the image has to contain
-        found[path.name] = path.read_text()
+        try:
+            found[path.name] = path.read_text()
+            tree = ast.parse(found[path.name])
+        except (UnicodeDecodeError, SyntaxError) as error:
+            raise JobError(f"{path} is no Python that can be read: {error}") from None
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names += [one.name for one in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names.append(node.module or "")
     if sum(len(text.encode()) for text in found.values()) > _MOST_FILES:
         raise JobError(f"the job and its modules have more than {_MOST_FILES} bytes; build an image that contains them")
     return found
@@ -199,6 +209,12 @@ def is_another_kind(old: ManifestSettings, new: ManifestSettings) -> bool:
     fixed = ("form", "disk", "storage_class")
     dropped = {one.name for one in old.classes} - {one.name for one in new.classes}  # and would go on running
     return new.form == "job" or bool(dropped) or any(getattr(old, one) != getattr(new, one) for one in fixed)
+
+
+def lose_disks(old: ManifestSettings, new: ManifestSettings) -> bool:
+    """Return whether the workers that begin would not find the checkpoints of the earlier ones on their disks."""
+    fixed = ("form", "disk", "storage_class")
+    return old.classes[0].name != new.classes[0].name or any(getattr(old, one) != getattr(new, one) for one in fixed)
 
 
 def has_moved(old: ManifestSettings, new: ManifestSettings) -> bool:

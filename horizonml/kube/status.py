@@ -176,9 +176,14 @@ def problems(rows: Iterable[RankStatus], conditions: Mapping[int, PodCondition])
     return found
 
 
+def size_of(workers: Object) -> int:
+    """Return how many workers a StatefulSet or a Job is to have."""
+    return int(workers["spec"].get("replicas", workers["spec"].get("parallelism", 0)))
+
+
 def job_row(name: str, workers: Sequence[Object]) -> list[str]:
     """Return a job's row in the list of jobs, from its workers' StatefulSets or Jobs."""
-    wanted = sum(one["spec"].get("replicas", one["spec"].get("parallelism", 0)) for one in workers)
+    wanted = sum(map(size_of, workers))
     ready = sum(one.get("status", {}).get("readyReplicas", one.get("status", {}).get("active")) or 0 for one in workers)
     notes = [one["metadata"].get("annotations", {}).get(PROGRESS) for one in workers]
     return [name, str(wanted), str(ready), next((note for note in notes if note), "-")]

@@ -165,6 +165,8 @@ def _short_of_first(party: Members, settled: float, now: float) -> str | None:
     if count < one.world_size:
         absent = sorted(set(range(one.world_size)) - ranks_of(party))[: one.world_size - count]
         words = f"waiting for rank {_listed(absent)} to join"
+        # In an elastic run only ranks that have a checkpoint begin with fewer.
+        one = next((m.fingerprint for m in party.values() if m.fingerprint.begin_with), one)
         if not 0 < one.begin_with <= count:
             return words
         left = one.begin_after - (now - max(member.joined for member in party.values()))

@@ -185,11 +185,13 @@ def job_files() -> str:
     """Return what identifies the files that this process was started with, or nothing if it does not matter.
 
     In Kubernetes the service and the workers are started with the same files. When those are replaced, the service is
-    started anew and stops the ranks that run with the earlier ones (see `Service`).
+    started anew and stops the ranks that run with the earlier ones (see `Service`). Raises JobError.
     """
     folder = os.environ.get(JOB_FOLDER)
     if not folder:
         return ""
+    if not Path(folder).is_dir():
+        raise JobError(f"{JOB_FOLDER}: there is no folder {folder}; mount the job's files there, or unset the variable")
     found = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         if path.is_file() and not path.name.startswith("."):

@@ -195,13 +195,14 @@ def settings_for(job: Job, elastic: bool = False) -> RendezvousSettings:
     """Return what a rank of a job joins for.
 
     In an `elastic` run the number of workers changes while they run. If the job says nothing else, as many may take
-    part as its strategy allows, and those that are left after all were stopped begin without those that come no more.
+    part as its strategy allows; and once there is a checkpoint, those that are left after all were stopped begin
+    without those that come no more.
     """
     parallel = job.parallel
     most, begin_with, begin_after = parallel.max_workers, parallel.min_workers, RendezvousSettings.begin_after
     if elastic and parallel.stages is None:
         most = most or facts_of(parallel.strategy).max_workers or _ELASTIC_MOST
-        if begin_with is None:
+        if begin_with is None and any((job.run_folder / "checkpoints").glob("*")):
             begin_with, begin_after = parallel.min_world_size(), _ELASTIC_BEGIN_SECONDS
     return RendezvousSettings(
         job.name,

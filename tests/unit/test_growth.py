@@ -35,6 +35,11 @@ def test_a_first_meeting_begins_with_the_least_number_of_ranks_when_no_further_o
     (verdict,) = alive(roster, 1, 2, 3, start=15.0, end=15.0)
     assert isinstance(verdict, Formed)
     assert [member.rank for member in verdict.members] == [0, 2, 3]
+    # Of ranks that differ, as those with and without a checkpoint do, one that would begin is enough.
+    roster = Roster()
+    gather(roster, rank(0, 4), rank(2, 4, begin_with=1, begin_after=3.0))
+    (verdict,) = alive(roster, 1, 2, start=0.0, end=3.0)
+    assert isinstance(verdict, Formed)
     # One rank is too few, however long it waits.
     roster = Roster()
     gather(roster, rank(0, 4, begin_with=2))

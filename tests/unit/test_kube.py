@@ -21,6 +21,7 @@ from horizonml.kube.render import (
     for_workers,
     is_another_kind,
     job_name,
+    lose_disks,
     render,
 )
 from horizonml.kube.status import (
@@ -100,12 +101,16 @@ def test_names_of_jobs() -> None:
 
 
 def test_modules_beside_the_job_file_travel_with_it(tmp_path: Path) -> None:
-    (tmp_path / "my_model.py").write_text("class Net: ...\n")
+    (tmp_path / "my_model.py").write_text("import os\nimport blocks\nfrom torch import nn\nclass Net: ...\n")
+    (tmp_path / "blocks.py").write_text("from my_model import Net\n")
     job = Job.model_validate({"model": {"name": "my_model:Net"}, "data": {"name": "their.package:data"}})
     files = files_of(job, tmp_path)
-    assert files["my_model.py"] == "class Net: ...\n"
-    assert set(files) == {"job.yaml", "my_model.py"}
+    assert files["my_model.py"].endswith("class Net: ...\n")
+    assert set(files) == {"job.yaml", "my_model.py", "blocks.py"}
     assert code_outside(job, files) == ["their.package:data"]
+    (tmp_path / "my_model.py").write_bytes(b"\xff")
+    with pytest.raises(JobError, match=r"my_model\.py is no Python that can be read"):
+        files_of(job, tmp_path)
     (tmp_path / "my_model.py").write_text("#" * 1_000_000)
     with pytest.raises(JobError, match="build an image"):
         files_of(job, tmp_path)
@@ -124,6 +129,10 @@ def test_what_differs_is_named() -> None:
     assert "disk: None -> 5Gi" in found
     assert [entry for entry in found if entry.startswith("my_model.py: - -> ")]
     assert is_another_kind(old, new)
+    assert lose_disks(old, new)
+    assert not lose_disks(
+        old, ManifestSettings("team", "mine", (WorkerClass(count=7), WorkerClass("pi", 3)), image="x")
+    )
     assert not is_another_kind(old, ManifestSettings("team", "mine", image="x"))
     both = ManifestSettings("team", "mine", (WorkerClass(count=3), WorkerClass("pi", 3)))
     assert not is_another_kind(old, both)

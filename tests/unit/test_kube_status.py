@@ -137,7 +137,7 @@ def test_workers_that_are_made_anew_are_not_restarted_besides() -> None:
     old = ManifestSettings("team", "j", (WorkerClass("pc", 1), WorkerClass("pi", 1)))
     found = SimpleNamespace(
         submitted=lambda _: ({"job.yaml": "name: j"}, old), remake=lambda *_: done.append("remake"),
-        apply=lambda _: [], restart=lambda _: done.append("restart"),
+        apply=lambda _: [], restart=lambda _: done.append("restart"), live=lambda _, settings: settings,
     )  # fmt: skip
     new = ManifestSettings("team", "j", (WorkerClass("pc", 1),))
     cluster._submit(found, Job(), new, {"job.yaml": "name: j\nseed: 7"}, True)  # type: ignore[arg-type]
@@ -148,6 +148,21 @@ def test_workers_that_are_made_anew_are_not_restarted_besides() -> None:
         new = ManifestSettings("team", "j", (WorkerClass("pc", pc), WorkerClass("pi", pi)))
         cluster._submit(found, Job(), new, {"job.yaml": "name: j"}, True)  # type: ignore[arg-type]
         assert done == then
+
+
+def test_a_job_that_was_scaled_or_has_given_its_pods_back_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ManifestSettings("team", "j", (WorkerClass(count=3),))
+    for live, words in ((3, None), (0, "classes.worker.count: 0 -> 3")):
+        found = SimpleNamespace(
+            submitted=lambda _: ({"job.yaml": "name: j"}, settings),
+            live=lambda *_, live=live: ManifestSettings("team", "j", (WorkerClass(count=live),)),
+        )
+        if words is None:
+            cluster._submit(found, Job(), settings, {"job.yaml": "name: j"}, False)  # type: ignore[arg-type]
+            assert "nothing differs" in capsys.readouterr().out
+        else:
+            with pytest.raises(JobError, match=words):
+                cluster._submit(found, Job(), settings, {"job.yaml": "name: j"}, False)  # type: ignore[arg-type]
 
 
 def test_a_job_without_workers_cannot_be_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
