@@ -64,7 +64,8 @@ class Enforcer:
             if {source.address, target.address} & about and allowed(policies, source, target, port, protocol)
         ]
         # What the API server asks a pod on its own node does not come through here, and is let through elsewhere, too.
-        rules += [f"-s {server.address} -j RETURN" for server in servers]
+        # Where the nodes' network rewrites addresses on the way to another node's pods, it comes from the gateway.
+        rules += [f"-s {address} -j RETURN" for address in (*(one.address for one in servers), *self._gateways())]
         self._restore([*rules, *(f"{FLAGS[direction]} {pod.address} -j DROP" for pod, direction in closed)])
 
     def _restore(self, rules: list[str]) -> None:
@@ -85,6 +86,12 @@ class Enforcer:
         """The API server, which is no pod to policies."""
         found = [one for one in self._items("endpoints") if one["metadata"]["name"] == "kubernetes"]
         return [Pod(address=one["ip"]) for ends in found for part in ends["subsets"] for one in part["addresses"]]
+
+    def _gateways(self) -> list[str]:
+        shown = self._cluster.docker(
+            "network", "inspect", "kind", "--format", "{{range .IPAM.Config}}{{.Gateway}} {{end}}"
+        )
+        return [address for address in shown.split() if ":" not in address]
 
     def _pods(self) -> list[Pod]:
         names = {found["metadata"]["name"]: labels_of(found) for found in self._items("namespace")}
