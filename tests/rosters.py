@@ -81,5 +81,5 @@ class Silent:
     def say_waiting(self, text: str) -> None:
         pass
 
-    def waiting(self, ranks: Sequence[int]) -> None:
+    def waiting(self, ranks: Sequence[int], first: bool = False) -> None:
         pass
