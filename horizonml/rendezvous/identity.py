@@ -40,8 +40,6 @@ class Identity:
 # The first that knows wins: the variables of the rank and of the world size, what sets them, and what must be set, too.
 _SOURCES = (
     ("RANK", "WORLD_SIZE", "RANK", None),  # torchrun, Compose and our own launcher
-    # PET_NPROC_PER_NODE is the number of the pod's cores, all of which one rank uses.
-    ("PET_NODE_RANK", "PET_NNODES", "Kubeflow Trainer", None),
     ("JOB_COMPLETION_INDEX", "WORLD_SIZE", "Indexed Job", "WORLD_SIZE"),
     ("POD_INDEX", "WORLD_SIZE", "StatefulSet", "WORLD_SIZE"),  # the label apps.kubernetes.io/pod-index
     ("HOSTNAME", "WORLD_SIZE", "StatefulSet", "WORLD_SIZE"),  # of a pod, which ends with its ordinal
@@ -54,6 +52,8 @@ _SOURCES = (
     # A batch script has SLURM_PROCID, too; only a step has one of these.
     ("SLURM_PROCID", "SLURM_NTASKS", "Slurm", "SLURM_STEP_ID"),
     ("SLURM_PROCID", "SLURM_NTASKS", "Slurm", "SLURM_STEPID"),
+    # PET_NPROC_PER_NODE is the number of the pod's cores, all of which one rank uses.
+    ("PET_NODE_RANK", "PET_NNODES", "Kubeflow Trainer", None),
 )
 
 
@@ -84,8 +84,8 @@ def _elastic(env: Environment) -> Identity | None:
     """Return the identity of a pod whose world size the rendezvous service knows. Raises IdentityError."""
     if env.get(ELASTIC, "").lower() not in ("1", "true", "yes"):
         return None
-    for name, _, source, _ in _SOURCES[1:5]:
-        found = _from({**env, "WORLD_SIZE": "1", "PET_NNODES": "1"}, name, "WORLD_SIZE", source, None)
+    for name, _, source, _ in _SOURCES[1:4]:
+        found = _from({**env, "WORLD_SIZE": "1"}, name, "WORLD_SIZE", source, None)
         if found is None:
             continue
         bounds = re.fullmatch(r"(\d+)-(\d+)", env.get(RANKS, f"0-{MOST_RANKS - 1}"))

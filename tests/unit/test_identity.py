@@ -5,7 +5,6 @@ from horizonml.rendezvous.identity import ASKED, Identity, identify
 
 SOURCES = [
     ("RANK", {"RANK": "2", "WORLD_SIZE": "5"}),
-    ("Kubeflow Trainer", {"PET_NODE_RANK": "2", "PET_NNODES": "5"}),
     ("Indexed Job", {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "5"}),
     ("StatefulSet", {"POD_INDEX": "2", "WORLD_SIZE": "5"}),
     ("StatefulSet", {"HOSTNAME": "worker-2", "WORLD_SIZE": "5"}),
@@ -15,6 +14,7 @@ SOURCES = [
     ("PMI", {"PMI_RANK": "2", "PMI_SIZE": "5"}),
     ("PMIx", {"PMIX_RANK": "2", "SLURM_NTASKS": "5"}),
     ("Slurm", {"SLURM_PROCID": "2", "SLURM_NTASKS": "5", "SLURM_STEP_ID": "0"}),
+    ("Kubeflow Trainer", {"PET_NODE_RANK": "2", "PET_NNODES": "5"}),
 ]
 
 
