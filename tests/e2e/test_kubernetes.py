@@ -145,20 +145,18 @@ def test_six_jobs_in_one_namespace_do_not_notice_each_other(clean: Cluster) -> N
         assert f"deleted persistentvolumeclaim/data-{name}-worker-0" in horizonml("delete", name, "--data")
 
 
+def ended(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of `horizonml cluster` that has ended."""
+    command = [sys.executable, "-m", "horizonml", "cluster", *arguments, "--context", f"kind-{CLUSTER}"]
+    env = {**os.environ, **cluster.env}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
 def commands(cluster: Cluster, *options: str) -> Callable[..., str]:
     """What runs `horizonml cluster` with these options."""
 
     def horizonml(*arguments: str, code: int = 0) -> str:
-        command = [sys.executable, "-m", "horizonml", "cluster", *arguments, *options, "--context", f"kind-{CLUSTER}"]
-        result = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **cluster.env},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        result = ended(cluster, *arguments, *options)
         shown = result.stdout + result.stderr
         assert result.returncode == code, shown
         assert "Traceback" not in shown
@@ -172,16 +170,7 @@ def test_the_cluster_commands_from_submit_to_delete(cluster: Cluster) -> None:
     horizonml = commands(cluster, "--namespace", "commands")
 
     def status() -> dict[str, Any]:
-        command = [sys.executable, "-m", "horizonml", "cluster", "status", "--json", *space]
-        result = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **cluster.env},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        result = ended(cluster, "status", "--json", "--namespace", "commands")
         found = dict(json.loads(result.stdout))
         assert result.returncode == (1 if found["problems"] else 0), result.stderr
         return found

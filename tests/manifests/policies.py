@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,19 @@ def allowed(documents: Sequence[Document], source: Pod, target: Pod, port: int, 
             (target, source, "Ingress", "from"),
         )
     )
+
+
+def connections(
+    documents: Sequence[Document], pods: Mapping[str, Pod], about: Sequence[str], ports: Sequence[int]
+) -> set[tuple[str, str, int]]:
+    """What is allowed, by name, of all connections that have one of some pods at either end."""
+    return {
+        (source, target, port)
+        for source in pods
+        for target in pods
+        for port in ports
+        if (source in about or target in about) and allowed(documents, pods[source], pods[target], port)
+    }
 
 
 def _side(

@@ -20,7 +20,7 @@ from horizonml.job.jobfile import load
 from horizonml.job.schema import Job
 from horizonml.kube.render import ManifestSettings, WorkerClass
 from horizonml.kube.render import render as objects_of
-from tests.manifests.policies import Pod, allowed
+from tests.manifests.policies import Pod, allowed, connections
 from tests.programs import need
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -343,15 +343,7 @@ def test_policies_let_through_what_is_needed_and_nothing_else(overlay: str) -> N
              "INTERNET", "METADATA", "ROUTER"]  # fmt: skip
     ports = (22, 53, 80, 443, 8400, 9400, 29400, 29401, 40000)
     pods = {name: globals()[name] for name in names}
-    ours = ("RANK", "SERVICE")
-    found = {
-        (source, target, port)
-        for source in names
-        for target in names
-        for port in ports
-        if (source in ours or target in ours) and allowed(documents, pods[source], pods[target], port)
-    }
-    assert found == needed
+    assert connections(documents, pods, ("RANK", "SERVICE"), ports) == needed
     assert allowed(documents, RANK, DNS, 53, "UDP")
     assert not allowed(documents, SERVICE, DNS, 53, "UDP")
     # The API server may have any private address.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.manifests.policies import Pod, allowed
+from tests.manifests.policies import Pod, allowed, connections
 from tests.manifests.test_manifests import CACHE, DNS, INTERNET, RANK, ROOT, SERVICE, find, render, validate
 from tests.programs import need
 
@@ -107,13 +107,7 @@ def test_policies_of_the_monitoring_let_through_what_is_needed_and_nothing_else(
     }  # fmt: skip
     ours = ("PROMETHEUS", "GRAFANA")
     ports = (22, 53, 80, 3000, 5432, 9090, 9400, 10250, 29400, 29401)
-    found = {
-        (source, target, port)
-        for source in pods
-        for target in pods
-        for port in ports
-        if (source in ours or target in ours) and allowed(standalone, pods[source], pods[target], port)
-    }
+    found = connections(standalone, pods, ours, ports)
     look = {(source, "GRAFANA", 3000) for source in pods if source not in ours}
     assert found == look | {
         ("GRAFANA", "PROMETHEUS", 9090), ("PROMETHEUS", "RANK", 9400), ("PROMETHEUS", "TWIN", 9400),
