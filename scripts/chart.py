@@ -37,6 +37,8 @@ IS_JOB = 'eq "job" (include "horizonml.form" $)'
 
 # What stands in the documents, and what takes its place, in this order.
 EXPRESSIONS = {
+    r'if not \((kindIs "invalid" \$.Values.ttl)\) }}\n( *- statefulsets/scale)': rf"if not (or ({IS_JOB}) "
+    r"(\1)) }}\n\2",
     r"( *)NODE-LABEL: NODE-VALUE": r"\1{{- range $key, $value := $one.node }}\n\1{{ $key }}: {{ $value | quote }}\n"
     r"\1{{- end }}",
     r"( *)kubernetes.io/arch: ARCH": r"\1{{- with $one.arch }}\n\1kubernetes.io/arch: {{ . }}\n\1{{- end }}",

@@ -181,7 +181,7 @@ def train(
     found = identify(os.environ, made.parallel.max_workers)
     if found is not None:
         raise JobError(
-            f"this process is rank {found.rank} of {found.world_size} by {found.source}, but horizonml.train starts "
+            f"this process is rank {found.rank} by {found.source}, but horizonml.train starts "
             "its ranks itself: run the script without that launcher, or let the launcher run `horizonml train JOB`"
         )
     given.install()

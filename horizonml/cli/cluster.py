@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,6 +69,7 @@ Name = Annotated[
     ),
 ]
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+_LOOK_SECONDS = 5.0  # between two looks at which pods there are
 _PATIENCE = 60.0  # seconds for which `submit --wait` watches a problem before it gives up
 
 
@@ -272,29 +274,29 @@ def logs(
     pods = cluster.by_rank(job)
     if rank is not None and rank not in pods:
         raise JobError(f"--rank: {rank}, but job {job} has the ranks {', '.join(map(str, pods)) or 'that come later'}")
-    console, stop = Console(), threading.Event()
+    console, stop, lock = Console(), threading.Event(), threading.Lock()
 
     def show(which: int, line: str) -> None:
         colour = _COLOURS[which % len(_COLOURS)]
-        console.print(f"[{colour}]rank {which}[/{colour}] |", end=" ")
-        console.print(escaped(line).removeprefix(f"rank {which}: "), markup=False, highlight=False, soft_wrap=True)
-
-    chosen = pods if rank is None else {rank: pods[rank]}
-    if not follow:
-        for which, pod in chosen.items():
-            cluster.follow_log(which, pod, tail, False, show, stop)
-        return
-    lock = threading.Lock()
-
-    def show_whole(which: int, line: str) -> None:
         with lock:
-            show(which, line)
+            console.print(f"[{colour}]rank {which}[/{colour}] |", end=" ")
+            console.print(escaped(line).removeprefix(f"rank {which}: "), markup=False, highlight=False, soft_wrap=True)
 
-    for which, pod in chosen.items():
-        arguments = (which, pod, tail, True, show_whole, stop)
-        threading.Thread(target=cluster.follow_log, args=arguments, daemon=True).start()
+    followed: set[int] = set()
     try:
-        threading.Event().wait()
+        while True:
+            for which in sorted(pods.keys() - followed if rank is None else {rank} - followed):
+                followed.add(which)
+                arguments = (which, pods, tail, follow, show, stop)
+                if follow:
+                    threading.Thread(target=cluster.reader.follow_log, args=arguments, daemon=True).start()
+                else:
+                    cluster.reader.follow_log(*arguments)
+            if not follow:
+                return
+            stop.wait(_LOOK_SECONDS)
+            with suppress(ClusterError):  # a pod may have taken another's place, or have come
+                pods |= cluster.by_rank(job)
     except KeyboardInterrupt:
         stop.set()
 
@@ -349,8 +351,8 @@ def delete(
     deleted, kept = cluster.delete(name, data)
     for entry in deleted:
         print(f"deleted {entry}")
-    if not deleted:
-        print(f"nothing of a job {name} in namespace {namespace}")
+    if not deleted and not kept:
+        raise ClusterError(f"nothing of a job {name} in namespace {namespace}; see horizonml cluster list")
     if kept:
         print(f"kept: {', '.join(kept)} (checkpoints; --data deletes them)")
 
@@ -367,6 +369,7 @@ def _submit(
     cluster: KubeCluster, job: Job, settings: ManifestSettings, files: Mapping[str, str], replace: bool
 ) -> None:
     """Submit a job, or change the one of its name. Raises ClusterError."""
+    from horizonml.job.jobfile import places
     from horizonml.kube.render import code_outside, differences, has_moved, is_another_kind, render
     from horizonml.security.token import make_token
 
@@ -380,18 +383,27 @@ def _submit(
             f"job {name} is there already, and differs: {'; '.join(changes)}. Change it with --replace, or give the "
             "new one another --name"
         )
+    if cluster.is_release(name):
+        raise JobError(f"job {name} is a release of Helm; change its values, and run: helm upgrade {name}")
+    documents = render(job, settings, make_token(), files)
+    if before is not None:
+        cluster.apply(documents, force=True, rehearse=True)  # so that nothing is stopped for what would be refused
     remade = before is not None and is_another_kind(before[1], settings)
     if remade:
         # Kubernetes changes neither the disks of a StatefulSet nor the template of a Job.
         print(f"job {name} saves a checkpoint and is made anew ...", flush=True)
         cluster.remake(name, settings)
-    for entry in cluster.apply(render(job, settings, make_token(), files)):
+    for entry in cluster.apply(documents, force=before is not None):
         print(f"applied {entry}")
     if before is not None and not remade and (before[0] != files or has_moved(before[1], settings)):
         print("the job or its ranks have changed: its workers save a checkpoint and start again ...", flush=True)
         cluster.restart(name)
+    cluster.forget_files(name, documents)
     workers = count(settings.workers, "worker")
     print(f"{name}: {workers}, strategy {job.parallel.strategy}, namespace {settings.namespace}")
+    for place in places(job):
+        if not place.is_url:
+            print(f"note: {place.field}: {place.text} must be in the workers' image, or on a volume that they mount")
     for field in code_outside(job, files):
         print(f"note: the workers' image must contain the code of {field}, and its folder be on PYTHONPATH")
 

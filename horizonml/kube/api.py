@@ -1,34 +1,26 @@
-"""Talks to Kubernetes' API about a job in a cluster, and turns what can go wrong into errors for people.
-
-The metrics of a worker's pod are read through the cluster's API. The API server asks a pod from its own address, which
-no network policy can name. Where policies are enforced and the pod is on another node, that goes unanswered, and a
-forwarded port is opened inside the pod instead, as `kubectl port-forward` does.
-"""
+"""Talks to Kubernetes' API about a job in a cluster, and turns what can go wrong into errors for people."""
 
 from __future__ import annotations
 
-import http.client
-import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import urllib3
-import websocket
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import DynamicApiError, ResourceNotFoundError
-from kubernetes.stream import portforward
 
 from horizonml.errors import ClusterError
 from horizonml.job.jobfile import parse as parse_job
 from horizonml.job.schema import Job
+from horizonml.kube.pods import PodReader, checked, message
 from horizonml.kube.render import CLASS, INSTANCE, SETTINGS, Document, ManifestSettings, lose_disks, select
 from horizonml.kube.status import (
     Object,
@@ -38,7 +30,6 @@ from horizonml.kube.status import (
     condition,
     missing,
     ordinal,
-    parse,
     rank_status,
     ranked,
     ranks_of,
@@ -46,56 +37,6 @@ from horizonml.kube.status import (
 )
 from horizonml.telemetry.kubernetes import PROGRESS
 from horizonml.text import nearest
-
-_PORT = 9400
-_PROXY_TIMEOUT = (2.0, 3.0)  # to connect, to answer
-_FORWARD_SECONDS = 5.0
-_MOST_BYTES = 4 << 20
-
-
-class Scraper:
-    """Reads metrics of the pods of one namespace, from several threads at once."""
-
-    def __init__(self, settings: client.Configuration, namespace: str) -> None:
-        """Connect as `settings` say."""
-        self._settings, self._namespace = settings, namespace
-        self._core = client.CoreV1Api(client.ApiClient(settings))
-        self._forward = False  # whether only that has worked so far
-        websocket.setdefaulttimeout(_FORWARD_SECONDS)
-
-    def scrape(self, pod: str) -> Samples:
-        """Return the metrics of a pod, nothing if it does not serve any, because it starts or ends."""
-        ways = [self._by_forwarding] if self._forward else [self._by_proxy, self._by_forwarding]
-        for ask in ways:
-            # It may not listen yet, or not to the API server.
-            with suppress(ApiException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError):
-                found = parse(ask(pod))
-                self._forward = ask == self._by_forwarding
-                return found
-        return {}
-
-    def _by_proxy(self, pod: str) -> str:
-        response = self._core.connect_get_namespaced_pod_proxy_with_path(
-            f"{pod}:{_PORT}", self._namespace, "metrics", _preload_content=False, _request_timeout=_PROXY_TIMEOUT
-        )
-        return str(checked(response).data.decode())
-
-    def _by_forwarding(self, pod: str) -> str:
-        # The function changes its client while it connects, so each call has one of its own.
-        core = client.CoreV1Api(client.ApiClient(self._settings))
-        connection: Any = portforward(
-            core.connect_get_namespaced_pod_portforward, pod, self._namespace, ports=str(_PORT)
-        )
-        try:
-            stream = connection.socket(_PORT)
-            stream.settimeout(_FORWARD_SECONDS)
-            stream.sendall(b"GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n")
-            response = http.client.HTTPResponse(stream)
-            response.begin()
-            return response.read(_MOST_BYTES).decode()
-        finally:
-            connection.close()
-
 
 WORKER_KINDS = ("stateful_set", "job")
 # What a job consists of, as the client's functions are called, in the order in which it is deleted.
@@ -105,7 +46,6 @@ KINDS = (
 )  # fmt: skip
 _TIMEOUT = (5.0, 15.0)  # to connect, to answer
 _GONE_SECONDS = 120.0
-_QUIET_SECONDS = 60.0  # a log without a new line for so long is asked for again
 
 
 class KubeCluster:
@@ -130,18 +70,20 @@ class KubeCluster:
         self._batch = client.BatchV1Api(self._api)
         others = (client.NetworkingV1Api, client.RbacAuthorizationV1Api, client.PolicyV1Api)
         self._clients = [self._core, self._apps, self._batch, *(one(self._api) for one in others)]
-        self._scraper = Scraper(settings, namespace)
+        self.reader = PodReader(settings, namespace)
         self._host = settings.host
 
     def _asking(self, what: str) -> AbstractContextManager[None]:
         return asking(self._host, self.namespace, what)
 
-    def apply(self, documents: list[Document]) -> list[str]:
+    def apply(self, documents: list[Document], force: bool, rehearse: bool = False) -> list[str]:
         """Apply documents on the server's side, and return the names of what was applied.
 
-        A namespace that is there already stays as it is, and so does a Secret, because pods run with its token.
+        A namespace that is there already stays as it is, and so does a Secret, because pods run with its token. Without
+        `force`, an object that somebody else has made stays, too, with an error. With `rehearse`, the server only says
+        what it would refuse.
         """
-        applied = []
+        applied, options = [], {"dry_run": "All"} if rehearse else {}
         with self._asking("connect"):
             dynamic = DynamicClient(self._api)
         for document in documents:
@@ -158,7 +100,11 @@ class KubeCluster:
                         raise
                     applied.append(f"nothing for {kind.lower()}/{name}: clusters before 1.21 do not know it")
                     continue
-                dynamic.server_side_apply(resource, body=document, field_manager="horizonml", force_conflicts=True)
+                if rehearse and kind in ("StatefulSet", "Job", "PersistentVolumeClaim"):  # which may be made anew
+                    document = {**document, "metadata": {**document["metadata"], "name": f"{name}-check"}}
+                dynamic.server_side_apply(
+                    resource, body=document, field_manager="horizonml", force_conflicts=force, **options
+                )
             applied.append(f"{kind.lower()}/{name}")
         return applied
 
@@ -253,6 +199,19 @@ class KubeCluster:
             return files, ManifestSettings.from_json(annotation)
         except ValueError as error:
             raise ClusterError(f"the annotation {SETTINGS} of {name}-rendezvous cannot be read: {error}") from None
+
+    def is_release(self, name: str) -> bool:
+        """Return whether Helm has made a job."""
+        found = self._list("deployment", select(name, "rendezvous"))
+        return any(one["metadata"]["labels"].get("app.kubernetes.io/managed-by") == "Helm" for one in found)
+
+    def forget_files(self, name: str, documents: list[Document]) -> None:
+        """Delete the ConfigMaps with earlier files of a job, of which `documents` are the newest."""
+        kept = {str(one["metadata"]["name"]) for one in documents}
+        for found in self._list("config_map", select(name)):
+            if (own := str(found["metadata"]["name"])).startswith(f"{name}-job-") and own not in kept:
+                with self._asking(f"delete {own}"):
+                    self._core.delete_namespaced_config_map(own, self.namespace, _request_timeout=_TIMEOUT)
 
     def live(self, name: str, settings: ManifestSettings) -> ManifestSettings:
         """Return a job's settings with as many workers as there are now: some may have been added, or given back."""
@@ -371,19 +330,22 @@ class KubeCluster:
             node = pod["spec"].get("nodeName")
             conditions[rank] = condition(pod, nodes, everything or pods, events)
             rows.append(rank_status(rank, node, conditions[rank], first_look, last_look, seconds))
-        for one in workers:
-            first, last = ranks_of(one["spec"]["template"])
-            wanted = size_of(one)
-            for rank in set(range(first, min(first + wanted - 1, last) + 1)) - set(conditions):
-                conditions[rank] = missing(f"{one['metadata']['name']}-{rank - first}", events)
-                rows.append(rank_status(rank, None, conditions[rank], {}, {}, seconds))
+        present = {(pod["metadata"]["labels"].get(CLASS), ordinal(pod)) for pod in pods}
+        spans = [ranks_of(one["spec"]["template"]) for one in workers]
+        further = count(1 + max([*conditions, *(last for _, last in spans)], default=0))
+        for one, (first, last) in zip(workers, spans, strict=True):
+            for at in range(size_of(one)):
+                if (one["metadata"]["labels"].get(CLASS), at) not in present:
+                    rank = first + at if first + at <= last else next(further)
+                    conditions[rank] = missing(f"{one['metadata']['name']}-{at}", events)
+                    rows.append(rank_status(rank, None, conditions[rank], {}, {}, seconds))
         return sorted(rows, key=lambda row: row.rank), conditions
 
     def _metrics(self, pod: Object) -> Samples:
         """Return the metrics of a worker, or nothing if it does not serve them."""
         if not any("running" in (c.get("state") or {}) for c in pod["status"].get("containerStatuses") or []):
             return {}
-        return self._scraper.scrape(str(pod["metadata"]["name"]))
+        return self.reader.scrape(str(pod["metadata"]["name"]))
 
     def _events(self) -> list[Object]:
         """Return the namespace's Events, or nothing if those may not be seen."""
@@ -401,38 +363,6 @@ class KubeCluster:
         except (ApiException, urllib3.exceptions.HTTPError):
             return [], []
         return [self._plain(node) for node in nodes], [self._plain(pod) for pod in pods]
-
-    def follow_log(
-        self, rank: int, pod: str, tail: int | None, follow: bool, show: Callable[[int, str], None],
-        stop: threading.Event,
-    ) -> None:  # fmt: skip
-        """Pass every line of a rank's log to `show`; with `follow`, across restarts of its pod, until `stop` is set."""
-        newest, since, options = "", time.monotonic(), {"tail_lines": tail}
-        while not stop.is_set():
-            try:
-                response = self._core.read_namespaced_pod_log(
-                    pod, self.namespace, follow=follow, timestamps=True, **options,
-                    _preload_content=False, _request_timeout=(5.0, _QUIET_SECONDS),
-                )  # fmt: skip
-                for raw in checked(response):
-                    stamp, _, line = raw.decode(errors="replace").rstrip("\n").partition(" ")
-                    # What the node itself says, when a pod is just being replaced, has no stamp.
-                    if stamp > newest and stamp[:4].isdigit():
-                        newest, since = stamp, time.monotonic()
-                        show(rank, line)
-            except ApiException as error:
-                if not follow or error.status in (401, 403):
-                    show(rank, f"(no log: {message(error)})")
-                    return
-            except urllib3.exceptions.ReadTimeoutError:
-                pass  # it had nothing to say: ask again
-            except (urllib3.exceptions.HTTPError, OSError) as error:
-                show(rank, f"(the log broke off: {type(error).__name__})")
-            if not follow:
-                return
-            stop.wait(1.0)
-            # Only what has come since; some lines twice, of which the stamps tell.
-            options = {"since_seconds": int(time.monotonic() - since) + 5}
 
     def _plain(self, found: Any) -> Object:
         """Return an object of the client as the API's JSON."""
@@ -470,20 +400,3 @@ def asking(host: str, namespace: str, what: str) -> Iterator[None]:
             f"the cluster at {host} does not answer ({type(error).__name__}); is it running, and is this the right "
             "context (kubectl config current-context)?"
         ) from error
-
-
-def checked(response: Any) -> Any:
-    """Return a raw response if it is a good one, because the client does not check those. Raises ApiException."""
-    if response.status >= 400:
-        error = ApiException(status=response.status, reason=response.reason)
-        error.body = response.data.decode(errors="replace")
-        raise error
-    return response
-
-
-def message(error: Exception) -> str:
-    """Return what the API says is wrong, without the rest."""
-    try:
-        return str(json.loads(getattr(error, "body", "") or "")["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(getattr(error, "reason", None) or error)

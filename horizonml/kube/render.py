@@ -313,6 +313,8 @@ def _for_classes(document: Document, settings: ManifestSettings) -> list[Documen
         document["rules"][0]["resourceNames"] = [f"job-{one.name}" for one in settings.classes]
         if settings.form == "job":
             document["rules"][0].update(apiGroups=["batch"], resources=["jobs/status"])
+        elif settings.ttl is not None:  # the first pod of each class scales it to none
+            document["rules"][0]["resources"].append("statefulsets/scale")
     if document["kind"] == "PodDisruptionBudget" and settings.form == "job":
         return []  # Kubernetes cannot count how many pods a Job is to have, and would let none be evicted at all
     if document["kind"] != "StatefulSet":

@@ -42,7 +42,7 @@ _WITHDRAW_SECONDS = 5.0  # for the service to say whether a rank that withdraws 
 
 
 class ServiceGone(RendezvousError):
-    """Raised when the service goes while this rank waits for the others; it may be started anew."""
+    """Raised when the service goes while this rank waits, or serves other files; it may be started anew."""
 
 
 class JobComplete(Exception):
@@ -103,9 +103,11 @@ def meet(
         try:
             return meeting.join()
         except ServiceGone as error:
+            if cancelled():
+                raise Cancelled from None
             if time.monotonic() >= meeting.deadline:
                 raise
-            observer.say_waiting(f"waiting for the rendezvous service to come back: {error}")
+            observer.say_waiting(f"waiting for the rendezvous service of this job: {error}")
             time.sleep(1.0)
 
 
@@ -124,30 +126,37 @@ def ask_rank(
     Cancelled when `cancelled` says so.
     """
     deadline = time.monotonic() + settings.timeout
-    client = connect(endpoint, settings.timeout, deadline, observer, cancelled)
-    try:
-        host_id = f"{machine_id()}/{route_to(endpoint.host, endpoint.port)[0]}"
-        most = max(world_size, settings.max_world_size)
-        request = NumberRequest(host_id, os.getpid(), settings.digest, world_size, most, own)
-        ask = fields_of(Ask(secrets.randbits(62), request), "ask")
-        reminder = _Reminder(observer)
-        while (given := read(Number, client.ask(ask, _ANSWER_SECONDS)).number) is None:
+    admitted, reminder = False, _Reminder(observer)
+    while True:
+        client = connect(endpoint, settings.timeout, deadline, observer, cancelled, admitted)
+        admitted = True
+        try:
+            host_id = f"{machine_id()}/{route_to(endpoint.host, endpoint.port)[0]}"
+            most = max(world_size, settings.max_world_size)
+            request = NumberRequest(host_id, os.getpid(), settings.digest, world_size, most, own)
+            ask = fields_of(Ask(secrets.randbits(62), request), "ask")
+            while (given := read(Number, client.ask(ask, _ANSWER_SECONDS)).number) is None:
+                if cancelled():
+                    raise Cancelled
+                if time.monotonic() >= deadline:
+                    raise RendezvousError(
+                        f"gave up after {settings.timeout:.0f} s (rendezvous.timeout): the rendezvous service at "
+                        f"{endpoint} gives this process no rank number"
+                    )
+                reminder.say(f"waiting for the rendezvous service at {endpoint} to give this process a rank number")
+                time.sleep(0.1)
+            return Identity(given.rank, given.world_size, "the rendezvous service")
+        except ServiceRefuses as error:
+            raise RendezvousError(f"refused: {error}") from error
+        except (ServiceError, ValueError) as error:
             if cancelled():
-                raise Cancelled
+                raise Cancelled from None
             if time.monotonic() >= deadline:
-                raise RendezvousError(
-                    f"gave up after {settings.timeout:.0f} s (rendezvous.timeout): the rendezvous service at "
-                    f"{endpoint} gives this process no rank number"
-                )
-            reminder.say(f"waiting for the rendezvous service at {endpoint} to give this process a rank number")
-            time.sleep(0.1)
-    except ServiceRefuses as error:
-        raise RendezvousError(f"refused: {error}") from error
-    except (ServiceError, ValueError) as error:
-        raise RendezvousError(f"the rendezvous service at {endpoint} broke off: {error}") from error
-    finally:
-        client.close()
-    return Identity(given.rank, given.world_size, "the rendezvous service")
+                raise RendezvousError(f"the rendezvous service at {endpoint} broke off: {error}") from error
+            observer.say_waiting(f"waiting for the rendezvous service at {endpoint}, which broke off: {error}")
+            time.sleep(1.0)
+        finally:
+            client.close()
 
 
 class _Reminder:
@@ -215,6 +224,8 @@ class _Meeting:
                     return take_place(number, own, verdict, self.endpoint, client, beats)
                 if verdict.replaced and self.before is not None:
                     raise JobReplaced
+                if verdict.replaced and withdrawn is None:  # either this pod or the service is about to be replaced
+                    raise ServiceGone(f"that at {self.endpoint} has other files than this rank: {verdict.refused}")
                 if withdrawn is None:
                     raise RendezvousError(f"refused: {verdict.refused}")
             # The group may be formed at this very moment. The others would then wait for this rank for as long as a

@@ -173,9 +173,14 @@ class Release:
     """Gives back what the pods of a finished job occupy, some time after its end, where the environment says so."""
 
     def __init__(self, env: Mapping[str, str] = os.environ) -> None:
-        """Begin to wait. The first pod of each class of workers acts for all of its class. Raises ValueError."""
+        """Begin to wait. The first pod of each class of workers acts for all of its class."""
         workers, _, ordinal = env.get("HOSTNAME", "").rpartition("-")
-        seconds = float(env.get(TTL) or "inf") if ordinal == "0" and env.get(OBJECT) else float("inf")
+        seconds = float("inf")
+        if ordinal == "0" and env.get(OBJECT) and (text := env.get(TTL)):
+            if text.isdecimal():
+                seconds = float(text)
+            else:
+                _log.warning("%s is %r, and not a number of seconds: the pods stay", TTL, text)
         self._env, self._workers, self._due = env, workers, time.monotonic() + seconds
 
     def look(self) -> None:

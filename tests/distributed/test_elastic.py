@@ -25,10 +25,10 @@ def test_workers_come_and_go_without_a_restart_until_another_job_replaces_theirs
         service.stdout.readline()
         return service
 
-    def work(pod: str, ranks: str = "", **more: str) -> subprocess.Popen[str]:
+    def work(pod: str, ranks: str, run: str = "runs/test") -> subprocess.Popen[str]:
         address = f"127.0.0.1:{free_port}"
-        own = {"HORIZONML_ELASTIC": "1", "HOSTNAME": pod, "HORIZONML_RENDEZVOUS": address, **files, **more}
-        return start("train", "files/job.yaml", *endless, **own, **({"HORIZONML_RANKS": ranks} if ranks else {}))
+        own = {"HORIZONML_ELASTIC": "1", "HOSTNAME": pod, "HORIZONML_RENDEZVOUS": address, "HORIZONML_RANKS": ranks}
+        return start("train", "files/job.yaml", *endless, "--set", f"folder={run}", **own, **files)
 
     def world() -> int:
         found = runs(folder, 0)
@@ -57,12 +57,21 @@ def test_workers_come_and_go_without_a_restart_until_another_job_replaces_theirs
     before = steps(folder)
     wait_for(lambda: steps(folder) > before + 20, "steps with the new service")
     job.write_text(job.read_text() + "# a change\n")
+    # A worker whose files the service does not have yet waits for one that has them.
+    early = work("mine-pi-0", "1-1", "runs/early")
+    assert early.stdout is not None
+    said = [early.stdout.readline()]
+    while "has other files than this rank" not in said[-1]:
+        said.append(early.stdout.readline())
+        assert said[-1], said
+    early.terminate()
+    output, _ = early.communicate(timeout=60)
+    assert early.returncode == 0, output
     service.terminate()
     service.communicate(timeout=30)
     service = serve(2)
-    # They run with the files that they were started with, and wait for the end of their pods.
+    # The others run with the files that they were started with, and wait for the end of their pods.
     assert first[0].stdout is not None
-    said = []
     while "waits until its pod is replaced" not in "".join(said[-1:]):
         said.append(first[0].stdout.readline())
         assert said[-1], said

@@ -105,6 +105,13 @@ def prepare_disks(cluster: Cluster) -> None:
     classes = json.loads(cluster.kubectl("get", "storageclass", "-o", "json"))["items"]
     if not any(found["provisioner"] == "kubernetes.io/host-path" for found in classes):
         return
+    # As in kind: a disk is chosen once its pod has a node with room for it.
+    cluster.kubectl("delete", "storageclass", "standard")
+    default = {"name": "standard", "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}}
+    later = {
+        "apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": default,
+        "provisioner": "kubernetes.io/no-provisioner", "volumeBindingMode": "WaitForFirstConsumer",
+    }  # fmt: skip
     nodes = [node for node in cluster.nodes() if not node.endswith("-control-plane")] or cluster.nodes()
     script = f"for n in $(seq 0 {DISKS - 1}); do mkdir -p /tmp/disk-$n; chmod 777 /tmp/disk-$n; done"
     for node in cluster.nodes():
@@ -140,7 +147,7 @@ def prepare_disks(cluster: Cluster) -> None:
     ]
     path = ROOT / "runs" / "e2e-volumes.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": volumes}))
+    path.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": [later, *volumes]}))
     cluster.kubectl("apply", "-f", str(path))
     path.unlink()
 

@@ -57,6 +57,7 @@ def test_dp_trains_to_the_end_and_is_replaced_by_mp(clean: Cluster) -> None:
     own = "statefulsets.apps/digits-worker"
     rights = {
         ("patch", own, "--subresource=status"): "yes", ("patch", own): "no", ("create", "events"): "yes",
+        ("patch", own, "--subresource=scale"): "no",
         ("get", "secrets"): "no", ("patch", "statefulsets.apps/other", "--subresource=status"): "no",
     }  # fmt: skip
     account = f"--as=system:serviceaccount:{NAMESPACE}:digits-worker"

@@ -295,8 +295,7 @@ def test_the_number_of_replicas_is_the_one_knob(tmp_path: Path) -> None:
 def test_a_worker_may_write_its_own_progress_alone() -> None:
     documents = render(ROOT / "k8s" / "dp")
     # The status of an object and its annotations, and not what runs there.
-    parts = ["statefulsets/status", "statefulsets/scale"]
-    own = {"apiGroups": ["apps"], "resources": parts, "resourceNames": ["digits-worker"]}
+    own = {"apiGroups": ["apps"], "resources": ["statefulsets/status"], "resourceNames": ["digits-worker"]}
     assert find(documents, "Role", "digits-worker")["rules"] == [
         {**own, "verbs": ["patch"]},
         {"apiGroups": [""], "resources": ["events"], "verbs": ["create"]},

@@ -389,7 +389,7 @@ def test_the_first_pod_of_a_class_gives_its_pods_back_once_when_it_is_time(
 ) -> None:
     monkeypatch.setattr(kubernetes, "_MOST_SECONDS", 0.0)
     env = {**of_object(api), kubernetes.TTL: "0", "HOSTNAME": "j-pi-0"}
-    others = ({"HOSTNAME": "j-pi-1"}, {kubernetes.TTL: "3600"}, {kubernetes.TTL: ""})
+    others = ({"HOSTNAME": "j-pi-1"}, *({kubernetes.TTL: text} for text in ("3600", "", "soon", "nan", "-1")))
     for other in others:
         Release({**env, **other}).look()
     assert not api.asked
