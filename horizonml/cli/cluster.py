@@ -386,13 +386,13 @@ def _submit(
     if cluster.is_release(name):
         raise JobError(f"job {name} is a release of Helm; change its values, and run: helm upgrade {name}")
     documents = render(job, settings, make_token(), files)
-    if before is not None:
-        cluster.apply(documents, force=True, rehearse=True)  # so that nothing is stopped for what would be refused
+    cluster.apply(documents, force=before is not None, rehearse=True)  # nothing is stopped for what would be refused
     remade = before is not None and is_another_kind(before[1], settings)
-    if remade:
+    if before is not None and remade:
         # Kubernetes changes neither the disks of a StatefulSet nor the template of a Job.
+        cluster.keep_disks(name, before[1], settings)
         print(f"job {name} saves a checkpoint and is made anew ...", flush=True)
-        cluster.remake(name, settings)
+        cluster.remake(name)
     for entry in cluster.apply(documents, force=before is not None):
         print(f"applied {entry}")
     if before is not None and not remade and (before[0] != files or has_moved(before[1], settings)):

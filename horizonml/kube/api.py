@@ -81,8 +81,10 @@ class KubeCluster:
 
         A namespace that is there already stays as it is, and so does a Secret, because pods run with its token. Without
         `force`, an object that somebody else has made stays, too, with an error. With `rehearse`, the server only says
-        what it would refuse.
+        what it would refuse, if the namespace is there.
         """
+        if rehearse and not self._exists():
+            return []
         applied, options = [], {"dry_run": "All"} if rehearse else {}
         with self._asking("connect"):
             dynamic = DynamicClient(self._api)
@@ -225,31 +227,34 @@ class KubeCluster:
                 return parse_job(found[0]["job.yaml"], f"the job {name} of the cluster")
         return None
 
-    def remake(self, name: str, settings: ManifestSettings) -> None:
-        """Delete a job's workers, which save a checkpoint first, so that they can be made anew with other disks.
+    def keep_disks(self, name: str, before: ManifestSettings, settings: ManifestSettings) -> None:
+        """Raise ClusterError if a job's workers cannot be made anew with other settings, because of their disks.
 
         Disks that have been given to workers hold their checkpoints: those stay, and with them the old settings, unless
-        they are deleted first. Raises ClusterError for such a change.
+        they are deleted first.
         """
-        claims = self._list("persistent_volume_claim", select(name))
-        bound = [str(one["metadata"]["name"]) for one in claims if one["status"].get("phase") == "Bound"]
-        before = self.submitted(name)
-        if bound and before is not None and lose_disks(before[1], settings):
+        bound = self._claims(name, bound=True)
+        if bound and lose_disks(before, settings):
             raise ClusterError(
                 f"the disks {', '.join(bound)} hold the checkpoints of {name}, and workers of another form or first "
                 "class, or with other disks, would not find them; delete them first "
                 f"(horizonml cluster delete {name} --data), or choose another --name"
             )
+
+    def _claims(self, name: str, bound: bool) -> list[str]:
+        """Return the names of a job's claims that have been given a disk, or of those that have not."""
+        found = self._list("persistent_volume_claim", select(name))
+        return [str(one["metadata"]["name"]) for one in found if (one["status"].get("phase") == "Bound") == bound]
+
+    def remake(self, name: str) -> None:
+        """Delete a job's workers, which save a checkpoint first, so that they can be made anew with other disks."""
         selector = select(name, "worker")
         pods = {pod["metadata"]["uid"] for pod in self._list("pod", selector)}
         self.delete(name, False, (*WORKER_KINDS, "pod_disruption_budget"))  # which an Indexed Job does without
         self._wait_until_gone("pod", selector, pods)
-        for claim in claims:
-            if claim["metadata"]["name"] not in bound:
-                with self._asking(f"delete {claim['metadata']['name']}"):
-                    self._core.delete_namespaced_persistent_volume_claim(
-                        claim["metadata"]["name"], self.namespace, _request_timeout=_TIMEOUT
-                    )
+        for claim in self._claims(name, bound=False):
+            with self._asking(f"delete {claim}"):
+                self._core.delete_namespaced_persistent_volume_claim(claim, self.namespace, _request_timeout=_TIMEOUT)
 
     def pods(self, name: str) -> list[Object]:
         """Return the pods of a job's workers, without those that are replaced already."""

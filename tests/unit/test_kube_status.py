@@ -138,12 +138,12 @@ def test_workers_that_are_made_anew_are_not_restarted_besides() -> None:
     found = SimpleNamespace(
         submitted=lambda _: ({"job.yaml": "name: j"}, old), remake=lambda *_: done.append("remake"),
         apply=lambda _, force, rehearse=False: done.append("rehearse" if rehearse else f"force={force}") or [],
-        restart=lambda _: done.append("restart"), live=lambda _, settings: settings, is_release=lambda _: False,
-        forget_files=lambda *_: done.append("forget"),
+        keep_disks=lambda *_: done.append("disks"), restart=lambda _: done.append("restart"),
+        live=lambda _, settings: settings, is_release=lambda _: False, forget_files=lambda *_: done.append("forget"),
     )  # fmt: skip
     new = ManifestSettings("team", "j", (WorkerClass("pc", 1),))
     cluster._submit(found, Job(), new, {"job.yaml": "name: j\nseed: 7"}, True)  # type: ignore[arg-type]
-    assert done == ["rehearse", "remake", "force=True", "forget"]
+    assert done == ["rehearse", "disks", "remake", "force=True", "forget"]
     # One by one, a worker would wait for a rank that its neighbour holds, which is replaced only after it.
     for pc, pi, restarts in ((2, 1, ["restart"]), (1, 2, [])):
         done.clear()
