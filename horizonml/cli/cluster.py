@@ -164,7 +164,7 @@ def submit(
         check_amount(option, amount)
     settings = ManifestSettings(
         namespace,
-        job_name(name or job.name),
+        job_name(job.name if name is None else name),
         found or (WorkerClass(count=job.parallel.world_size(), cpu=cpu, memory=memory),),
         image,
         disk,
@@ -210,21 +210,30 @@ def status(
     import json
 
     cluster = _connect(namespace, context)
-    from horizonml.kube.status import problems
-
     job = cluster.chosen(name)
-    rows, conditions = cluster.observe(job, 1.0)
-    wrong, progress = problems(rows, conditions), cluster.progress(job)
+    rows, wrong, lines = _observe(cluster, job, 1.0)
     if as_json:
         ranks = [entry.to_json() for entry in rows]
-        print(json.dumps({"job": job, "progress": progress, "ranks": ranks, "problems": wrong}, indent=2))
+        print(json.dumps({"job": job, "progress": cluster.progress(job), "ranks": ranks, "problems": wrong}, indent=2))
     else:
-        print_text(f"{job}: {progress or 'no progress yet'}{'' if rows else '; it has no workers'}")
-        print(rank_table(rows, terminal_width()))
-        for problem in wrong:
-            print_text(f"problem: {problem}")
+        for line in lines:
+            (print if "\n" in line else print_text)(line)  # the table fits already
     if wrong:
         raise typer.Exit(1)
+
+
+def _observe(cluster: KubeCluster, job: str, pause: float) -> tuple[list[RankStatus], list[str], list[str]]:
+    """Watch a job for `pause` seconds; return its ranks, what is wrong, and all of it as lines for people."""
+    from horizonml.kube.status import problems
+
+    rows, conditions = cluster.observe(job, pause)
+    wrong, progress = problems(rows, conditions), cluster.progress(job)
+    if not cluster.workers(job):
+        wrong.append(f"the workers of {job} are not there; submit it again, or delete the rest of it")
+    refused = cluster.reader.refused
+    notes = [f"note: what the workers measure may not be read: {refused}"] if refused else []
+    head = f"{job}: {progress or 'no progress yet'}{'' if rows else '; it has no workers'}"
+    return rows, wrong, [head, rank_table(rows, terminal_width()), *(f"problem: {one}" for one in wrong), *notes]
 
 
 @app.command()
@@ -237,20 +246,10 @@ def top(name: Name = None, namespace: Submitted = "horizonml", context: Context 
     from rich.text import Text
 
     cluster = _connect(namespace, context)
-    from horizonml.kube.status import problems
-
     job = cluster.chosen(name)
-    try:
-        with Live(refresh_per_second=4) as live:
-            while True:
-                rows, conditions = cluster.observe(job, 2.0)
-                lines = [
-                    rank_table(rows, terminal_width()),
-                    *(f"problem: {text}" for text in problems(rows, conditions)),
-                ]
-                live.update(Text("\n".join(lines)))
-    except KeyboardInterrupt:
-        return
+    with suppress(KeyboardInterrupt), Live(refresh_per_second=4) as live:
+        while True:
+            live.update(Text("\n".join(_observe(cluster, job, 2.0)[2])))
 
 
 @app.command()
@@ -282,7 +281,7 @@ def logs(
             console.print(f"[{colour}]rank {which}[/{colour}] |", end=" ")
             console.print(escaped(line).removeprefix(f"rank {which}: "), markup=False, highlight=False, soft_wrap=True)
 
-    followed: set[int] = set()
+    followed, shown = set[int](), True
     try:
         while True:
             for which in sorted(pods.keys() - followed if rank is None else {rank} - followed):
@@ -291,14 +290,16 @@ def logs(
                 if follow:
                     threading.Thread(target=cluster.reader.follow_log, args=arguments, daemon=True).start()
                 else:
-                    cluster.reader.follow_log(*arguments)
+                    shown &= cluster.reader.follow_log(*arguments)
             if not follow:
-                return
+                break
             stop.wait(_LOOK_SECONDS)
             with suppress(ClusterError):  # a pod may have taken another's place, or have come
                 pods |= cluster.by_rank(job)
     except KeyboardInterrupt:
         stop.set()
+    if not shown:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -348,7 +349,9 @@ def delete(
 ) -> None:
     """Delete a job from the cluster; checkpoints stay, unless --data."""
     cluster = _connect(namespace, context)
-    deleted, kept = cluster.delete(name, data)
+    from horizonml.kube.render import job_name
+
+    deleted, kept = cluster.delete(job_name(name), data)
     for entry in deleted:
         print(f"deleted {entry}")
     if not deleted and not kept:
@@ -374,6 +377,8 @@ def _submit(
     from horizonml.security.token import make_token
 
     name, before = settings.name, cluster.submitted(settings.name)
+    if before is not None and before[0] == files and not cluster.workers(name):
+        before = None  # what an earlier attempt has begun is completed
     changes = differences(before[0], cluster.live(name, before[1]), files, settings) if before is not None else []
     if before is not None and not changes:
         print(f"job {name} is there already, and nothing differs")

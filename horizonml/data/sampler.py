@@ -138,12 +138,6 @@ class Sampler:
         """Return the order of an epoch's samples."""
         return torch.randperm(self.samples, generator=generator)
 
-    def batch_sizes(self) -> set[int]:
-        """Return the batch sizes that occur: one, or two if the last batch is smaller."""
-        rest = self.samples % self.batch_size
-        full = {self.batch_size} if self.samples >= self.batch_size else set()
-        return full | ({rest} if rest else set())
-
 
 class ShardSampler(Sampler):
     """Shuffles the shards, and the samples of each few shards that follow one another.

@@ -16,12 +16,22 @@ from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import DynamicApiError, ResourceNotFoundError
+from yaml import YAMLError
 
 from horizonml.errors import ClusterError
 from horizonml.job.jobfile import parse as parse_job
 from horizonml.job.schema import Job
 from horizonml.kube.pods import PodReader, checked, message
-from horizonml.kube.render import CLASS, INSTANCE, SETTINGS, Document, ManifestSettings, lose_disks, select
+from horizonml.kube.render import (
+    CLASS,
+    INSTANCE,
+    SETTINGS,
+    Document,
+    ManifestSettings,
+    job_name,
+    lose_disks,
+    select,
+)
 from horizonml.kube.status import (
     Object,
     PodCondition,
@@ -36,7 +46,7 @@ from horizonml.kube.status import (
     size_of,
 )
 from horizonml.telemetry.kubernetes import PROGRESS
-from horizonml.text import nearest
+from horizonml.text import nearest, printable
 
 WORKER_KINDS = ("stateful_set", "job")
 # What a job consists of, as the client's functions are called, in the order in which it is deleted.
@@ -45,7 +55,7 @@ KINDS = (
     "role", "service_account", "secret",
 )  # fmt: skip
 _TIMEOUT = (5.0, 15.0)  # to connect, to answer
-_GONE_SECONDS = 120.0
+_GONE_SECONDS, _THREADS = 120.0, 16  # that ask for metrics
 
 
 class KubeCluster:
@@ -57,14 +67,16 @@ class KubeCluster:
         settings = client.Configuration()
         try:
             config.load_kube_config(context=context, client_configuration=settings)
-        except ConfigException as error:
+        except (ConfigException, YAMLError, OSError) as error:
+            if context is not None or not isinstance(error, ConfigException):
+                raise ClusterError(f"the kubeconfig cannot be used: {printable(str(error))}") from error
             try:
                 config.load_incluster_config(client_configuration=settings)
             except ConfigException:
                 raise ClusterError(
                     f"no Kubernetes cluster is configured ({error}); set KUBECONFIG, or make a cluster: make kind-up"
                 ) from error
-        settings.retries = urllib3.Retry(0)
+        settings.retries, settings.connection_pool_maxsize = urllib3.Retry(0), _THREADS
         self._api = client.ApiClient(settings)
         self._core, self._apps = client.CoreV1Api(self._api), client.AppsV1Api(self._api)
         self._batch = client.BatchV1Api(self._api)
@@ -83,16 +95,16 @@ class KubeCluster:
         `force`, an object that somebody else has made stays, too, with an error. With `rehearse`, the server only says
         what it would refuse, if the namespace is there.
         """
-        if rehearse and not self._exists():
+        if rehearse and not self._is_there("the namespace", self._core.read_namespace, self.namespace):
             return []
         applied, options = [], {"dry_run": "All"} if rehearse else {}
         with self._asking("connect"):
             dynamic = DynamicClient(self._api)
         for document in documents:
             kind, name = document["kind"], document["metadata"]["name"]
-            if kind == "Namespace" and self._exists():
+            if kind == "Namespace" and self._is_there("the namespace", self._core.read_namespace, name):
                 continue  # it may be somebody else's
-            if kind == "Secret" and self._has_secret(name):
+            if kind == "Secret" and self._is_there(name, self._core.read_namespaced_secret, name, self.namespace):
                 continue
             with self._asking(f"apply {kind} {name}"):
                 try:
@@ -110,28 +122,17 @@ class KubeCluster:
             applied.append(f"{kind.lower()}/{name}")
         return applied
 
-    def _exists(self) -> bool:
-        """Return whether the namespace is there already."""
-        with self._asking("look up the namespace"):
+    def _is_there(self, what: str, read: Callable[..., Any], *names: str) -> bool:
+        """Return whether what a function of the client reads is there."""
+        with self._asking(f"look up {what}"):
             try:
-                self._core.read_namespace(self.namespace, _request_timeout=_TIMEOUT)
+                read(*names, _request_timeout=_TIMEOUT)
             except ApiException as error:
-                if error.status == 404:
-                    return False
-                if error.status == 403:  # allowed inside it only
+                if error.status == 403 and what == "the namespace":  # one may be allowed inside it only
                     return True
-                raise
-        return True
-
-    def _has_secret(self, name: str) -> bool:
-        """Return whether the namespace has a Secret of this name."""
-        with self._asking(f"read Secret {name}"):
-            try:
-                self._core.read_namespaced_secret(name, self.namespace, _request_timeout=_TIMEOUT)
-            except ApiException as error:
-                if error.status == 404:
-                    return False
-                raise
+                if error.status != 404:
+                    raise
+                return False
         return True
 
     def _list(self, kind: str, selector: str) -> list[Object]:
@@ -158,7 +159,7 @@ class KubeCluster:
 
     def chosen(self, name: str | None) -> str:
         """Return the name of the job that is meant: the only one of the namespace, if none is named."""
-        names = [found for found, _ in self.jobs()]
+        name, names = job_name(name) if name is not None else None, [found for found, _ in self.jobs()]
         if not names:
             raise ClusterError(
                 f"no job in namespace {self.namespace}; submit one (horizonml cluster submit JOB.yaml), or name the "
@@ -259,7 +260,8 @@ class KubeCluster:
     def pods(self, name: str) -> list[Object]:
         """Return the pods of a job's workers, without those that are replaced already."""
         found = self._list("pod", select(name, "worker"))
-        newest = {(one["metadata"]["labels"].get(CLASS), ordinal(one)): one for one in sorted(found, key=_created)}
+        found.sort(key=lambda one: str(one["metadata"].get("creationTimestamp")))
+        newest = {(one["metadata"]["labels"].get(CLASS), ordinal(one)): one for one in found}
         return sorted(newest.values(), key=lambda one: (ranks_of(one)[0], ordinal(one)))
 
     def by_rank(self, name: str) -> dict[int, str]:
@@ -322,7 +324,7 @@ class KubeCluster:
     def observe(self, name: str, pause: float) -> tuple[list[RankStatus], dict[int, PodCondition]]:
         """Watch every rank of a job for `pause` seconds; return how it is doing, and the condition of its pod."""
         workers, pods = self.workers(name), self.pods(name)
-        with ThreadPoolExecutor(max_workers=16) as threads:
+        with ThreadPoolExecutor(_THREADS) as threads:
             started = time.monotonic()
             before = list(threads.map(self._metrics, pods))
             time.sleep(pause)
@@ -380,10 +382,6 @@ def instance(found: Object) -> str:
     return str(found["metadata"]["labels"].get(INSTANCE))
 
 
-def _created(found: Object) -> str:
-    return str(found["metadata"].get("creationTimestamp"))
-
-
 @contextmanager
 def asking(host: str, namespace: str, what: str) -> Iterator[None]:
     """Raise ClusterError for whatever keeps the cluster at `host` from doing `what`."""
@@ -393,7 +391,7 @@ def asking(host: str, namespace: str, what: str) -> Iterator[None]:
         reason = message(error)
         if error.status == 401:
             text = f"{host} does not know who you are ({reason}); log in again, or choose another --context"
-        elif error.status == 403:
+        elif error.status == 403 and "exceeded quota" not in reason:
             text = (
                 f"you may not {what} in namespace {namespace}: {reason}; try: kubectl auth can-i --list -n {namespace}"
             )
@@ -401,7 +399,8 @@ def asking(host: str, namespace: str, what: str) -> Iterator[None]:
             text = f"cannot {what} in namespace {namespace}: {reason}"
         raise ClusterError(text) from error
     except (urllib3.exceptions.HTTPError, OSError) as error:
+        why = type(getattr(error, "reason", None) or error).__name__  # of a last attempt, of which there is one
         raise ClusterError(
-            f"the cluster at {host} does not answer ({type(error).__name__}); is it running, and is this the right "
-            "context (kubectl config current-context)?"
+            f"the cluster at {host} does not answer ({why}); is it running, and is this the right context (kubectl "
+            "config current-context)?"
         ) from error

@@ -38,6 +38,7 @@ class PodReader:
         self._settings, self._namespace = settings, namespace
         self._core = client.CoreV1Api(client.ApiClient(settings))
         self._forward = False  # whether only that has worked so far
+        self.refused = ""  # why the metrics may not be read, in the server's words
         websocket.setdefaulttimeout(_FORWARD_SECONDS)
 
     def scrape(self, pod: str) -> Samples:
@@ -45,8 +46,12 @@ class PodReader:
         ways = [self._by_forwarding] if self._forward else [self._by_proxy, self._by_forwarding]
         for ask in ways:
             # It may not listen yet, or not to the API server.
-            with suppress(ApiException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError):
-                found = parse(ask(pod))
+            with suppress(urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError):
+                try:
+                    found = parse(ask(pod))
+                except ApiException as error:
+                    self.refused = message(error) if error.status == 403 else self.refused
+                    continue
                 self._forward = ask == self._by_forwarding
                 return found
         return {}
@@ -76,8 +81,8 @@ class PodReader:
     def follow_log(
         self, rank: int, pods: Mapping[int, str], tail: int | None, follow: bool, show: Callable[[int, str], None],
         stop: threading.Event,
-    ) -> None:  # fmt: skip
-        """Pass every line of a rank's log to `show`.
+    ) -> bool:  # fmt: skip
+        """Pass every line of a rank's log to `show`, and return whether there is a log.
 
         With `follow`, go on until `stop` is set, across restarts of its pod, and in another pod once `pods` names that
         one for the rank.
@@ -98,16 +103,17 @@ class PodReader:
             except ApiException as error:
                 if not follow or error.status in (401, 403):
                     show(rank, f"(no log: {message(error)})")
-                    return
+                    return False
             except urllib3.exceptions.ReadTimeoutError:
                 pass  # it had nothing to say: ask again
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 show(rank, f"(the log broke off: {type(error).__name__})")
             if not follow:
-                return
+                break
             stop.wait(1.0)
             # Only what has come since; some lines twice, of which the stamps tell.
             options = {"since_seconds": int(time.monotonic() - since) + 5}
+        return True
 
 
 def checked(response: Any) -> Any:

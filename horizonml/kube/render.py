@@ -32,6 +32,7 @@ SETTINGS = "horizonml/settings"  # annotation of the rendezvous service: what th
 NODE = "node"  # as an amount of cpu: all that the node has
 CLASS_NAME = "[a-z][a-z0-9]*"  # without hyphens: the class pi of job a-b is not the class b-pi of job a
 TAKEN = ("job", "data")  # names in the base manifests that are not those of a class
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"  # the value of one
 AMOUNT = r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi)?"
 _MOST_NAME, MOST_CLASS, _MOST_FILES = 35, 12, 900_000  # characters; Kubernetes adds to names; bytes of a ConfigMap
 
@@ -72,12 +73,12 @@ class WorkerClass:
                 raise JobError(f"--class {text!r}: {entry!r} is not KEY=VALUE")
             if key in ("cpu", "memory", "arch", "accelerator"):
                 found[key] = value
-            elif "/" in key or "." in key:
+            elif ("/" in key or "." in key) and re.fullmatch(_LABEL, value):
                 labels[key] = value
             else:
                 raise JobError(
-                    f"--class {text!r}: {key!r} is neither cpu, memory, arch, accelerator nor the label of a node, "
-                    "which has a prefix, such as feature.node.kubernetes.io/cpu-model.family"
+                    f"--class {text!r}: {entry!r} is neither cpu, memory, arch, accelerator nor the label of a node, "
+                    "which has a prefix, such as feature.node.kubernetes.io/cpu-model.family=6"
                 )
         check_amount("--class: cpu", None if found.get("cpu") == NODE else found.get("cpu"))
         check_amount("--class: memory", found.get("memory"))
@@ -125,10 +126,13 @@ class ManifestSettings:
 
 
 def job_name(text: str) -> str:
-    """Return the name that a job has in a cluster. Raises JobError if nothing is left of it."""
-    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_MOST_NAME].rstrip("-")
-    if not found or not found[0].isalpha():
-        raise JobError(f"{text!r} makes no name for a job in Kubernetes; give one that begins with a letter: --name")
+    """Return the name that a job has in a cluster. Raises JobError if it makes none."""
+    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if not found or not found[0].isalpha() or len(found) > _MOST_NAME:
+        raise JobError(
+            f"{text!r} makes no name for a job in Kubernetes; give one that begins with a letter and has at most "
+            f"{_MOST_NAME} characters: --name"
+        )
     return found
 
 
@@ -428,4 +432,6 @@ def for_workers(job: Job, workers: int) -> Job:
             f"parallel.stages: the plan names {count(job.parallel.world_size(), 'rank')}, not {workers}; change the "
             "stages in the job file, or leave them out and let a strategy make the plan"
         )
+    if job.parallel.max_workers is None and workers > (most := job.parallel.most_elastic()):
+        raise JobError(f"parallel.max_workers: at most {count(most, 'rank')} may take part, unless it allows more")
     return changed(job, {"parallel.workers": workers})

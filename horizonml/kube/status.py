@@ -346,6 +346,9 @@ def _remedy(problem: str, namespace: str) -> str | None:
     return f"make it (kubectl -n {namespace} create {absent[1]} --help), or apply the job's manifests again"
 
 
+_OUT_OF_MEMORY = "OOMKilled"  # the exit code does not say so: every SIGKILL ends with the same one
+
+
 def _ending(pod: Object, ended: Object) -> str:
     """Return why a container has ended: the reason and exit code that Kubernetes gives, and what the worker reported.
 
@@ -354,7 +357,7 @@ def _ending(pod: Object, ended: Object) -> str:
     code, reason = ended.get("exitCode"), ended.get("reason")
     at = f" at {ended['finishedAt']}" if "finishedAt" in ended else ""
     facts = ", ".join(part for part in (reason if reason != "Error" else None, f"exit code {code}") if part)
-    if _was_out_of_memory(ended):
+    if reason == _OUT_OF_MEMORY:
         limit = _memory_limit(pod)
         had = f"limit {limit}" if limit is not None else "no limit but the node's memory"
         return f"it ran out of memory{at} ({facts}; {had})"
@@ -370,14 +373,6 @@ def _ending(pod: Object, ended: Object) -> str:
     return f"it ended{at} ({facts})" + (f": {message}" if message else "; see its log")
 
 
-def _was_out_of_memory(ended: Object) -> bool:
-    """Return whether the kernel has ended a container for its memory.
-
-    The exit code does not say so: every SIGKILL ends with the same one.
-    """
-    return ended.get("reason") == "OOMKilled"
-
-
 def _memory_limit(pod: Object) -> str | None:
     """Return the memory limit of a worker as its manifest has it, or None without one."""
     limit = pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("memory")
@@ -386,7 +381,7 @@ def _memory_limit(pod: Object) -> str | None:
 
 def _fix(pod: Object, ended: Object) -> str | None:
     """Return what to do about a container that has ended, where that does not depend on the pod."""
-    if not _was_out_of_memory(ended):
+    if ended.get("reason") != _OUT_OF_MEMORY:
         return None
     raised = "raise the limit with --memory" if _memory_limit(pod) is not None else "use nodes with more memory"
     return (
@@ -409,6 +404,7 @@ def _not_scheduled(
             f"no disk for claim {', '.join(claims)}; is there a default storage class (kubectl get storageclass)? Name "
             "one with --storage-class"
         )
+    nodes = [node for node in nodes if _may_run(node, pod)]
     for resource in ("memory", "cpu"):
         if re.search(rf"Insufficient {resource}", message) and nodes:
             asked = requests(pod, resource)
@@ -421,6 +417,14 @@ def _not_scheduled(
                 "or add a node"
             )
     return message or "not scheduled yet"
+
+
+def _may_run(node: Object, pod: Object) -> bool:
+    """Return whether a node takes a pod, were there room for it: by its taints, and by the pod's selector."""
+    tolerated = {one.get("key") for one in pod["spec"].get("tolerations") or []}
+    taints = {one["key"] for one in node["spec"].get("taints") or [] if one["effect"] != "PreferNoSchedule"}
+    labels = node["metadata"].get("labels") or {}
+    return taints <= tolerated and (pod["spec"].get("nodeSelector") or {}).items() <= labels.items()
 
 
 def requests(pod: Object, resource: str) -> float:

@@ -64,11 +64,6 @@ class Policy:
         if self.max_temperature is not None and not 20 <= self.max_temperature <= 120:
             raise ValueError(f"the highest temperature must be from 20 to 120 degrees, not {self.max_temperature:g}")
 
-    @property
-    def has_conditions(self) -> bool:
-        """Return whether there is anything to read."""
-        return self.when_idle or self.on_mains or self.max_temperature is not None
-
     def may_train(self, readings: DeviceReadings, now: float) -> str | None:
         """Return why the device may not train now, as a sentence without its period, or None if it may.
 

@@ -16,6 +16,7 @@ from horizonml.spec.base import Spec, duration
 from horizonml.text import count
 
 MOST_WORKERS = 10_000
+_MOST_ELASTIC = 256  # ranks
 if TYPE_CHECKING:
     Strategy = str
     ScheduleName = str
@@ -450,6 +451,12 @@ class Parallel(Spec):
         if self.stages is not None:
             return self.world_size()
         return self.min_workers or facts_of(self.strategy).min_workers
+
+    def most_elastic(self) -> int:
+        """Return how many ranks may take part in a run whose number of workers changes while they train."""
+        if self.stages is not None:
+            return self.world_size()
+        return self.max_workers or facts_of(self.strategy).max_workers or _MOST_ELASTIC
 
     @property
     def replans(self) -> bool:

@@ -35,6 +35,10 @@ from horizonml.telemetry.record import Observer
 from horizonml.telemetry.sinks import check_packages
 from horizonml.text import count, human_bytes
 
+# For which a rank of a job that was replaced waits for the end of its pod. If the change is undone before all pods are
+# replaced, that never comes.
+_REPLACED_SECONDS = 30.0
+
 
 def train_as_rank(
     job: Job,
@@ -111,7 +115,12 @@ def train_as_rank(
                 server.last_look(lambda: stop.wanted)
         elif stop.is_replaced and stay:  # or Kubernetes would start it again, with the files that were replaced
             print(f"rank {identity.rank} waits until its pod is replaced, too", flush=True)
+            deadline = time.monotonic() + _REPLACED_SECONDS
             while stop.number is None:
+                if time.monotonic() > deadline:
+                    print(f"rank {identity.rank} begins anew, as its pod is still there", flush=True)
+                    command = python_module("horizonml", *sys.argv[1:])
+                    os.execv(command[0], command)  # noqa: S606
                 time.sleep(0.2)
         return outcome
 

@@ -23,7 +23,6 @@ from horizonml.machine.accelerator import computing
 from horizonml.machine.host import device_name, keep_freed_memory, machine_id, raise_descriptor_limit
 from horizonml.machine.network import AddressProbe
 from horizonml.machine.signals import Cancelled, StopRequest
-from horizonml.plan.plan import facts_of
 from horizonml.rendezvous.client import Endpoint
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.rendezvous.meeting import JobComplete, JobReplaced, RendezvousSettings, meet
@@ -186,7 +185,6 @@ class LinkWatch(threading.Thread):
         return []
 
 
-_ELASTIC_MOST = 256  # ranks
 _ELASTIC_BEGIN_SECONDS = 60.0  # longer than nodes that pull an image at the same time are apart
 _OWN_DESCRIPTORS, _DESCRIPTORS_PER_PEER = 32, 4  # that a rank has open at a time, at least
 
@@ -201,7 +199,7 @@ def settings_for(job: Job, elastic: bool = False) -> RendezvousSettings:
     parallel = job.parallel
     most, begin_with, begin_after = parallel.max_workers, parallel.min_workers, RendezvousSettings.begin_after
     if elastic and parallel.stages is None:
-        most = most or facts_of(parallel.strategy).max_workers or _ELASTIC_MOST
+        most = parallel.most_elastic()
         if begin_with is None and any((job.run_folder / "checkpoints").glob("*")):
             begin_with, begin_after = parallel.min_world_size(), _ELASTIC_BEGIN_SECONDS
     return RendezvousSettings(

@@ -93,9 +93,9 @@ def test_a_job_is_rendered_from_the_base_manifests() -> None:
 
 
 def test_names_of_jobs() -> None:
-    for text, name in (("My job_2", "my-job-2"), ("digits", "digits"), ("a" * 60, "a" * 35)):
+    for text, name in (("My job_2", "my-job-2"), ("digits", "digits"), ("a" * 35, "a" * 35)):
         assert job_name(text) == name
-    for text in ("", "42", "---"):
+    for text in ("", "42", "---", "a" * 36):
         with pytest.raises(JobError, match="--name"):
             job_name(text)
 
@@ -141,6 +141,8 @@ def test_what_differs_is_named() -> None:
 
 def test_a_plan_with_named_ranks_cannot_be_scaled() -> None:
     assert for_workers(JOB, 7).parallel.world_size() == 7
+    with pytest.raises(JobError, match="max_workers: at most 256 ranks may take part"):
+        for_workers(JOB, 257)
     fixed = Job.model_validate({"parallel": {"stages": [{"ranks": [0]}, {"ranks": [1, 2]}]}})
     with pytest.raises(JobError, match="the plan names 3 ranks, not 7"):
         for_workers(fixed, 7)
@@ -163,7 +165,7 @@ def pod(name: str = "worker-3", memory: str = "1Gi", node: str | None = None, **
 
 
 def node(name: str, memory: str, cpu: str = "4") -> dict[str, Any]:
-    return {"metadata": {"name": name}, "status": {"allocatable": {"memory": memory, "cpu": cpu}}}
+    return {"metadata": {"name": name}, "spec": {}, "status": {"allocatable": {"memory": memory, "cpu": cpu}}}
 
 
 def container(**state: Any) -> dict[str, Any]:
@@ -185,6 +187,15 @@ def test_lack_of_memory_names_the_request_and_the_nearest_node() -> None:
     assert "worker-3: asks for memory 1Gi; the nearest node pi-2 has 640Mi left of 1.9Gi" in str(found.problem)
     found = condition(pod(**unscheduled("0/2 nodes are available: 2 Insufficient cpu.")), nodes, here)
     assert "asks for cpu 0.2; the nearest node pi-" in str(found.problem)
+    # A node with a taint, or without a label, takes no such pod however much it has left.
+    tainted, labelled = node("master", "8Gi"), node("pi-3", "1990Mi")
+    tainted["spec"] = {"taints": [{"key": "node-role.kubernetes.io/master", "effect": "NoSchedule"}]}
+    labelled["metadata"]["labels"] = {"zone": "b"}
+    chosen = pod(**unscheduled("0/3 nodes are available: 3 Insufficient memory."))
+    for selector, nearest in (({}, "pi-1 has 2Gi"), ({"zone": "b"}, "pi-3 has 1.9Gi")):
+        chosen["spec"]["nodeSelector"] = selector
+        found = condition(chosen, [node("pi-1", "2Gi"), tainted, labelled], [])
+        assert f"the nearest node {nearest} left" in str(found.problem)
     # Without the right to see nodes, what Kubernetes says is shown.
     message = "0/2 nodes are available: 2 Insufficient memory."
     assert condition(pod(**unscheduled(message)), [], here).problem == f"worker-3: {message}"
@@ -314,7 +325,8 @@ def test_mistakes_are_told_before_any_connection(tmp_path: Path) -> None:
         (["submit", "jobs/digits.yaml", "--set", "epoch=3"], "epoch"),
         (["submit", "jobs/digits.yaml", "--memory", "lots"], "--memory: 'lots' is not an amount"),
         (["submit", "no-such.yaml"], "no-such.yaml"),
-        (["submit", "digits", "--class", "pi=3,cores=4"], "'cores' is neither"),
+        (["submit", "digits", "--class", "pi=3,cores=4"], "'cores=4' is neither"),
+        (["submit", "digits", "--class", "pi=3,example.com/zone=b_ad!"], "'example.com/zone=b_ad!' is neither"),
         (["submit", "digits", "--class", "pi=3", "--workers", "3"], "leave out --workers"),
         (["submit", "digits", "--class", "pi=3", "--class", "pi=2"], "same name"),
         (["submit", "digits", "--class", "big-pi=3"], "letters and digits"),  # the class pi of a job digits-big

@@ -106,7 +106,10 @@ def test_what_has_healed_is_forgotten_though_the_group_forms_again() -> None:
 def test_status_ends_with_1_if_something_is_wrong(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for problem, code in (("no disk", 1), (None, 0)):
         seen = [RankStatus(3, "pi", "Pending")], {3: PodCondition(PodState.PENDING, problem)}
-        found = SimpleNamespace(chosen=lambda _: "j", observe=lambda *_, seen=seen: seen, progress=lambda _: "37%")
+        found = SimpleNamespace(
+            chosen=lambda _: "j", observe=lambda *_, seen=seen: seen, progress=lambda _: "37%",
+            workers=lambda _: ["j-worker"], reader=SimpleNamespace(refused=""),
+        )  # fmt: skip
         monkeypatch.setattr(cluster, "_connect", lambda *_, found=found: found)
         result = CliRunner().invoke(cluster.app, ["status", *options])
         assert (result.exit_code, "no disk" in result.stdout) == (code, bool(code))
@@ -136,7 +139,8 @@ def test_workers_that_are_made_anew_are_not_restarted_besides() -> None:
     done: list[str] = []
     old = ManifestSettings("team", "j", (WorkerClass("pc", 1), WorkerClass("pi", 1)))
     found = SimpleNamespace(
-        submitted=lambda _: ({"job.yaml": "name: j"}, old), remake=lambda *_: done.append("remake"),
+        submitted=lambda _: ({"job.yaml": "name: j"}, old), workers=lambda _: ["j-pc"],
+        remake=lambda *_: done.append("remake"),
         apply=lambda _, force, rehearse=False: done.append("rehearse" if rehearse else f"force={force}") or [],
         keep_disks=lambda *_: done.append("disks"), restart=lambda _: done.append("restart"),
         live=lambda _, settings: settings, is_release=lambda _: False, forget_files=lambda *_: done.append("forget"),
@@ -158,6 +162,7 @@ def test_a_job_that_was_scaled_or_has_given_its_pods_back_differs(capsys: pytest
         found = SimpleNamespace(
             submitted=lambda _: ({"job.yaml": "name: j"}, settings),
             live=lambda *_, live=live: ManifestSettings("team", "j", (WorkerClass(count=live),)),
+            workers=lambda _: ["j-worker"],
         )
         if words is None:
             cluster._submit(found, Job(), settings, {"job.yaml": "name: j"}, False)  # type: ignore[arg-type]

@@ -37,10 +37,8 @@ def idle(seconds: float, load: float | None = 0.0) -> DeviceReadings:
 
 
 def test_it_trains_after_a_while_without_its_owner_and_stops_at_once() -> None:
-    assert not Policy().has_conditions
     assert Policy().may_train(DeviceReadings(), 0.0) is None
     policy = Policy(when_idle=True)
-    assert policy.has_conditions
     assert Policy(when_idle=True).may_train(DeviceReadings(), 0.0) is None, "nobody can use it"
     said = policy.may_train(idle(5.0), 0.0)
     assert said == "somebody used this device 5 s ago, and it waits until nobody has for 180 s"
