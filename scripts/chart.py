@@ -22,7 +22,6 @@ from manifests import Document, Plain
 
 from horizonml.job.schema import Job
 from horizonml.kube.render import INSTANCE, NAME, ManifestSettings, WorkerClass, give_names, render
-from horizonml.kube.render import SETTINGS as ANNOTATION
 from horizonml.security.token import Token
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +50,6 @@ EXPRESSIONS = {
     r"( *)image: IMAGE": r'\1image: {{ include "horizonml.image" $ | quote }}\n'
     r"\1imagePullPolicy: {{ $.Values.image.pullPolicy }}",
     r"( *)helm.sh/chart: CHART": r'\1{{- include "horizonml.labels" $ | nindent 4 }}',
-    r"horizonml/settings: SETTINGS": 'horizonml/settings: {{ include "horizonml.settings" $ | quote }}',
     r"RELEASE-job-\w{10}": '{{ include "horizonml.config" $ }}',
     r"(secretName: |name: )RELEASE-token": r'\1{{ include "horizonml.secret" $ }}',
     r"token: TOKEN": 'token: {{ include "horizonml.token" $ | quote }}',
@@ -171,7 +169,7 @@ def documents(settings: ManifestSettings) -> list[Document]:
         for one in _rendered[key]:
             one["metadata"]["labels"]["helm.sh/chart"] = "CHART"
             if one["kind"] == "Deployment":
-                one["metadata"]["annotations"] = {ANNOTATION: "SETTINGS"}
+                del one["metadata"]["annotations"]  # by which `submit` knows its own jobs
             if one["kind"] == "PersistentVolumeClaim":
                 one["metadata"]["annotations"] = {"helm.sh/resource-policy": "keep"}
     return copy.deepcopy(_rendered[key])

@@ -330,10 +330,8 @@ def scale(
     if counts[chosen] == workers:
         print(f"job {job} has {count(workers, 'worker')} already")
         return
-    submitted = cluster.submitted_job(job)
     try:
-        if submitted is not None:
-            for_workers(submitted, sum(counts.values()) - counts[chosen] + workers)
+        for_workers(cluster.job(job), sum(counts.values()) - counts[chosen] + workers)
     except JobError as error:
         raise JobError(f"cannot scale to {workers}: {error}") from None
     cluster.scale(job, chosen, workers)
@@ -388,8 +386,6 @@ def _submit(
             f"job {name} is there already, and differs: {'; '.join(changes)}. Change it with --replace, or give the "
             "new one another --name"
         )
-    if cluster.is_release(name):
-        raise JobError(f"job {name} is a release of Helm; change its values, and run: helm upgrade {name}")
     documents = render(job, settings, make_token(), files)
     cluster.apply(documents, force=before is not None, rehearse=True)  # nothing is stopped for what would be refused
     remade = before is not None and is_another_kind(before[1], settings)

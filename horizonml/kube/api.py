@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -55,7 +56,7 @@ KINDS = (
     "role", "service_account", "secret",
 )  # fmt: skip
 _TIMEOUT = (5.0, 15.0)  # to connect, to answer
-_GONE_SECONDS, _THREADS = 120.0, 16  # that ask for metrics
+_GONE_SECONDS = 120.0
 
 
 class KubeCluster:
@@ -76,7 +77,8 @@ class KubeCluster:
                 raise ClusterError(
                     f"no Kubernetes cluster is configured ({error}); set KUBECONFIG, or make a cluster: make kind-up"
                 ) from error
-        settings.retries, settings.connection_pool_maxsize = urllib3.Retry(0), _THREADS
+        settings.retries = urllib3.Retry(0)
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # more threads than connections are fine
         self._api = client.ApiClient(settings)
         self._core, self._apps = client.CoreV1Api(self._api), client.AppsV1Api(self._api)
         self._batch = client.BatchV1Api(self._api)
@@ -192,21 +194,25 @@ class KubeCluster:
         if annotation is None:
             raise ClusterError(
                 f"job {name} in namespace {self.namespace} was not submitted by `horizonml cluster submit`; change it "
-                "where its manifests are, and apply them"
+                "where its manifests are, and apply them, or upgrade its release"
             )
-        volumes = found[0]["spec"]["template"]["spec"]["volumes"]
-        config = next(one["configMap"]["name"] for one in volumes if one["name"] == "job")
-        with self._asking(f"read ConfigMap {config}"):
-            files = self._core.read_namespaced_config_map(config, self.namespace, _request_timeout=_TIMEOUT).data
         try:
-            return files, ManifestSettings.from_json(annotation)
+            return self._files(found[0]), ManifestSettings.from_json(annotation)
         except ValueError as error:
             raise ClusterError(f"the annotation {SETTINGS} of {name}-rendezvous cannot be read: {error}") from None
 
-    def is_release(self, name: str) -> bool:
-        """Return whether Helm has made a job."""
-        found = self._list("deployment", select(name, "rendezvous"))
-        return any(one["metadata"]["labels"].get("app.kubernetes.io/managed-by") == "Helm" for one in found)
+    def _files(self, service: Object) -> dict[str, str]:
+        """Return the files of the job whose rendezvous service this is."""
+        volumes = service["spec"]["template"]["spec"]["volumes"]
+        config = next(one["configMap"]["name"] for one in volumes if one["name"] == "job")
+        with self._asking(f"read ConfigMap {config}"):
+            found = self._core.read_namespaced_config_map(config, self.namespace, _request_timeout=_TIMEOUT)
+        return dict(found.data)
+
+    def job(self, name: str) -> Job:
+        """Return what a job trains."""
+        (service,) = self._list("deployment", select(name, "rendezvous"))
+        return parse_job(self._files(service)["job.yaml"], f"the job {name} of the cluster")
 
     def forget_files(self, name: str, documents: list[Document]) -> None:
         """Delete the ConfigMaps with earlier files of a job, of which `documents` are the newest."""
@@ -220,13 +226,6 @@ class KubeCluster:
         """Return a job's settings with as many workers as there are now: some may have been added, or given back."""
         sizes = {str(one["metadata"]["labels"][CLASS]): size_of(one) for one in self.workers(name)}
         return replace(settings, classes=tuple(replace(one, count=sizes.get(one.name, 0)) for one in settings.classes))
-
-    def submitted_job(self, name: str) -> Job | None:
-        """Return the job that was submitted under a name, or None if its manifests come from elsewhere."""
-        with suppress(ClusterError):
-            if (found := self.submitted(name)) is not None:
-                return parse_job(found[0]["job.yaml"], f"the job {name} of the cluster")
-        return None
 
     def keep_disks(self, name: str, before: ManifestSettings, settings: ManifestSettings) -> None:
         """Raise ClusterError if a job's workers cannot be made anew with other settings, because of their disks.
@@ -324,7 +323,7 @@ class KubeCluster:
     def observe(self, name: str, pause: float) -> tuple[list[RankStatus], dict[int, PodCondition]]:
         """Watch every rank of a job for `pause` seconds; return how it is doing, and the condition of its pod."""
         workers, pods = self.workers(name), self.pods(name)
-        with ThreadPoolExecutor(_THREADS) as threads:
+        with ThreadPoolExecutor(max_workers=16) as threads:
             started = time.monotonic()
             before = list(threads.map(self._metrics, pods))
             time.sleep(pause)

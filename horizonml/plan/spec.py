@@ -16,7 +16,6 @@ from horizonml.spec.base import Spec, duration
 from horizonml.text import count
 
 MOST_WORKERS = 10_000
-_MOST_ELASTIC = 256  # ranks
 if TYPE_CHECKING:
     Strategy = str
     ScheduleName = str
@@ -456,7 +455,7 @@ class Parallel(Spec):
         """Return how many ranks may take part in a run whose number of workers changes while they train."""
         if self.stages is not None:
             return self.world_size()
-        return self.max_workers or facts_of(self.strategy).max_workers or _MOST_ELASTIC
+        return self.max_workers or facts_of(self.strategy).max_workers or 256
 
     @property
     def replans(self) -> bool:

@@ -35,9 +35,7 @@ from horizonml.telemetry.record import Observer
 from horizonml.telemetry.sinks import check_packages
 from horizonml.text import count, human_bytes
 
-# For which a rank of a job that was replaced waits for the end of its pod. If the change is undone before all pods are
-# replaced, that never comes.
-_REPLACED_SECONDS = 30.0
+_REPLACED_SECONDS = 30.0  # for the end of a pod whose job was replaced, which never comes if that is undone
 
 
 def train_as_rank(

@@ -198,7 +198,7 @@ def test_classes_of_workers_have_ranks_one_after_the_other(tmp_path: Path) -> No
         assert {"name": "WORLD_SIZE", "value": "6"} in rendezvous["env"]
     for text, words in (
         ("pi", "a number of workers"), ("Pi=2", "lower-case"), ("pi=0", "at least one"),
-        ("pi=1,cores=4", "'cores' is neither"), ("pi=1,cpu=much", "not an amount"), ("pi=1,cpu", "not KEY=VALUE"),
+        ("pi=1,cores=4", "'cores=4' is neither"), ("pi=1,cpu=much", "not an amount"), ("pi=1,cpu", "not KEY=VALUE"),
         ("job=1", "is taken"), ("data=1", "is taken"),
     ):  # fmt: skip
         with pytest.raises(JobError, match=words):

@@ -143,7 +143,7 @@ def test_workers_that_are_made_anew_are_not_restarted_besides() -> None:
         remake=lambda *_: done.append("remake"),
         apply=lambda _, force, rehearse=False: done.append("rehearse" if rehearse else f"force={force}") or [],
         keep_disks=lambda *_: done.append("disks"), restart=lambda _: done.append("restart"),
-        live=lambda _, settings: settings, is_release=lambda _: False, forget_files=lambda *_: done.append("forget"),
+        live=lambda _, settings: settings, forget_files=lambda *_: done.append("forget"),
     )  # fmt: skip
     new = ManifestSettings("team", "j", (WorkerClass("pc", 1),))
     cluster._submit(found, Job(), new, {"job.yaml": "name: j\nseed: 7"}, True)  # type: ignore[arg-type]

@@ -65,25 +65,6 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What the job was installed with, as `horizonml cluster` reads it. */}}
-{{- define "horizonml.settings" -}}
-{{- $classes := list -}}
-{{- range .Values.classes -}}
-{{- $one := dict "name" .name "count" (int .count) "node" (.node | default dict) -}}
-{{- range $key, $value := pick . "cpu" "memory" "arch" "accelerator" -}}
-{{- $one = set $one $key (ternary nil (toString $value) (empty $value)) -}}
-{{- end -}}
-{{- $classes = append $classes $one -}}
-{{- end -}}
-{{- $settings := dict "namespace" .Release.Namespace "name" (include "horizonml.name" .) "classes" $classes -}}
-{{- $settings = merge $settings (dict "image" (include "horizonml.image" .) "form" (include "horizonml.form" .)) -}}
-{{- range $key, $value := dict "disk" .Values.disk "storage_class" .Values.storageClass "queue" .Values.queue -}}
-{{- if $value -}}{{- $settings = set $settings $key $value -}}{{- end -}}
-{{- end -}}
-{{- if not (kindIs "invalid" .Values.ttl) -}}{{- $settings = set $settings "ttl" (int .Values.ttl) -}}{{- end -}}
-{{- toRawJson $settings -}}
-{{- end -}}
-
 {{- define "horizonml.secret" -}}
 {{- .Values.token.existingSecret | default (printf "%s-token" (include "horizonml.name" .)) -}}
 {{- end -}}
