@@ -14,7 +14,7 @@ from tests.e2e.tools import ROOT, run
 
 CLUSTER = "horizonml-e2e"
 NAMESPACE, JOB = "horizonml", "digits"  # of the overlays
-DISKS = 40
+DISKS = 60
 
 
 class Cluster:

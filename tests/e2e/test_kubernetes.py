@@ -166,6 +166,15 @@ def commands(cluster: Cluster, *options: str) -> Callable[..., str]:
     return horizonml
 
 
+def test_a_job_is_submitted_from_inside_the_cluster_by_an_account_with_few_rights(clean: Cluster) -> None:
+    clean.kubectl("-n", NAMESPACE, "apply", "-f", "k8s/submitter.yaml")
+    try:
+        wait_for(lambda: (clean.metric(0, "horizonml_step", "from-inside") or 0) > 0, "the first step", 120)
+        print(clean.kubectl("-n", NAMESPACE, "logs", "job/submit-digits", check=False, both=True))
+    finally:
+        clean.kubectl("-n", NAMESPACE, "delete", "-f", "k8s/submitter.yaml", timeout=120)
+
+
 def test_the_cluster_commands_from_submit_to_delete(cluster: Cluster) -> None:
     space = ("--namespace", "commands", "--context", f"kind-{CLUSTER}")
     horizonml = commands(cluster, "--namespace", "commands")
