@@ -181,8 +181,8 @@ def train(
     found = identify(os.environ, made.parallel.max_workers)
     if found is not None:
         raise JobError(
-            f"this process is rank {found.rank} by {found.source}, but horizonml.train starts "
-            "its ranks itself: run the script without that launcher, or let the launcher run `horizonml train JOB`"
+            f"this process is rank {found.rank} by {found.source}, but horizonml.train starts its ranks itself: run "
+            "the script without that launcher, or let the launcher run `horizonml train JOB`"
         )
     given.install()
     made = for_this_machine(made, print if progress else lambda text: None)

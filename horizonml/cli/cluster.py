@@ -211,10 +211,10 @@ def status(
 
     cluster = _connect(namespace, context)
     job = cluster.chosen(name)
-    rows, wrong, lines = _observe(cluster, job, 1.0)
+    rows, progress, wrong, lines = _observe(cluster, job, 1.0)
     if as_json:
         ranks = [entry.to_json() for entry in rows]
-        print(json.dumps({"job": job, "progress": cluster.progress(job), "ranks": ranks, "problems": wrong}, indent=2))
+        print(json.dumps({"job": job, "progress": progress, "ranks": ranks, "problems": wrong}, indent=2))
     else:
         for line in lines:
             (print if "\n" in line else print_text)(line)  # the table fits already
@@ -222,18 +222,20 @@ def status(
         raise typer.Exit(1)
 
 
-def _observe(cluster: KubeCluster, job: str, pause: float) -> tuple[list[RankStatus], list[str], list[str]]:
-    """Watch a job for `pause` seconds; return its ranks, what is wrong, and all of it as lines for people."""
-    from horizonml.kube.status import problems
+def _observe(cluster: KubeCluster, job: str, pause: float) -> tuple[list[RankStatus], str | None, list[str], list[str]]:
+    """Watch a job for `pause` seconds; return its ranks, progress and problems, and all of it as lines for people."""
+    from horizonml.kube.status import problems, progress_of
 
     rows, conditions = cluster.observe(job, pause)
-    wrong, progress = problems(rows, conditions), cluster.progress(job)
-    if not cluster.workers(job):
+    workers = cluster.workers(job)
+    wrong, progress = problems(rows, conditions), progress_of(workers)
+    if not workers:
         wrong.append(f"the workers of {job} are not there; submit it again, or delete the rest of it")
-    refused = cluster.reader.refused
-    notes = [f"note: what the workers measure may not be read: {refused}"] if refused else []
     head = f"{job}: {progress or 'no progress yet'}{'' if rows else '; it has no workers'}"
-    return rows, wrong, [head, rank_table(rows, terminal_width()), *(f"problem: {one}" for one in wrong), *notes]
+    lines = [head, rank_table(rows, terminal_width()), *(f"problem: {one}" for one in wrong)]
+    if cluster.reader.refused:
+        lines.append(f"note: what the workers measure may not be read: {cluster.reader.refused}")
+    return rows, progress, wrong, lines
 
 
 @app.command()
@@ -249,7 +251,7 @@ def top(name: Name = None, namespace: Submitted = "horizonml", context: Context 
     job = cluster.chosen(name)
     with suppress(KeyboardInterrupt), Live(refresh_per_second=4) as live:
         while True:
-            live.update(Text("\n".join(_observe(cluster, job, 2.0)[2])))
+            live.update(Text("\n".join(_observe(cluster, job, 2.0)[3])))
 
 
 @app.command()

@@ -46,7 +46,6 @@ from horizonml.kube.status import (
     ranks_of,
     size_of,
 )
-from horizonml.telemetry.kubernetes import PROGRESS
 from horizonml.text import nearest, printable
 
 WORKER_KINDS = ("stateful_set", "job")
@@ -156,9 +155,10 @@ class KubeCluster:
 
     def jobs(self) -> list[tuple[str, list[Object]]]:
         """Return the jobs of the namespace with their workers' StatefulSets or Jobs."""
-        names = [instance(one) for one in self._list("deployment", select(component="rendezvous"))]
+        services = self._list("deployment", select(component="rendezvous"))
+        names = [str(one["metadata"]["labels"][INSTANCE]) for one in services]
         workers = [one for kind in WORKER_KINDS for one in self._list(kind, select(component="worker"))]
-        return [(name, [one for one in workers if instance(one) == name]) for name in names]
+        return [(name, [one for one in workers if one["metadata"]["labels"].get(INSTANCE) == name]) for name in names]
 
     def chosen(self, name: str | None) -> str:
         """Return the name of the job that is meant: the only one of the namespace, if none is named."""
@@ -180,11 +180,6 @@ class KubeCluster:
         """Return the StatefulSets or Jobs of a job's classes of workers, in the order of their ranks."""
         found = [one for kind in WORKER_KINDS for one in self._list(kind, select(name, "worker"))]
         return sorted(found, key=lambda one: ranks_of(one["spec"]["template"])[0])
-
-    def progress(self, name: str) -> str | None:
-        """Return how far a job is, in its leading rank's words, or None if no rank has said so."""
-        notes = (one["metadata"].get("annotations", {}).get(PROGRESS) for one in self.workers(name))
-        return next((str(note) for note in notes if note), None)
 
     def submitted(self, name: str) -> tuple[Mapping[str, str], ManifestSettings] | None:
         """Return the files and the settings with which a job was submitted, or None if there is no such job."""
@@ -375,11 +370,6 @@ class KubeCluster:
         """Return an object of the client as the API's JSON."""
         plain: Object = self._api.sanitize_for_serialization(found)
         return plain
-
-
-def instance(found: Object) -> str:
-    """Return the name of the job that an object belongs to."""
-    return str(found["metadata"]["labels"].get(INSTANCE))
 
 
 @contextmanager

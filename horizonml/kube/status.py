@@ -181,12 +181,17 @@ def size_of(workers: Object) -> int:
     return int(workers["spec"].get("replicas", workers["spec"].get("parallelism", 0)))
 
 
+def progress_of(workers: Sequence[Object]) -> str | None:
+    """Return how far a job is, in its leading rank's words, from its workers' StatefulSets or Jobs."""
+    notes = (one["metadata"].get("annotations", {}).get(PROGRESS) for one in workers)
+    return next((str(note) for note in notes if note), None)
+
+
 def job_row(name: str, workers: Sequence[Object]) -> list[str]:
     """Return a job's row in the list of jobs, from its workers' StatefulSets or Jobs."""
     wanted = sum(map(size_of, workers))
     ready = sum(one.get("status", {}).get("readyReplicas", one.get("status", {}).get("active")) or 0 for one in workers)
-    notes = [one["metadata"].get("annotations", {}).get(PROGRESS) for one in workers]
-    return [name, str(wanted), str(ready), next((note for note in notes if note), "-")]
+    return [name, str(wanted), str(ready), progress_of(workers) or "-"]
 
 
 def _labels(samples: Samples, metric: str, label: str) -> list[str]:

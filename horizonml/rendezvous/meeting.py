@@ -99,6 +99,7 @@ def meet(
     """
     deadline = time.monotonic() + settings.timeout
     meeting = _Meeting(identity, settings, endpoint, observer, before, cancelled, deadline, before is not None)
+    reminder = _Reminder(observer)
     while True:
         try:
             return meeting.join()
@@ -107,7 +108,7 @@ def meet(
                 raise Cancelled from None
             if time.monotonic() >= meeting.deadline:
                 raise
-            observer.say_waiting(f"waiting for the rendezvous service of this job: {error}")
+            reminder.say(f"waiting for the rendezvous service of this job: {error}")
             time.sleep(1.0)
 
 
@@ -126,7 +127,7 @@ def ask_rank(
     Cancelled when `cancelled` says so.
     """
     deadline = time.monotonic() + settings.timeout
-    admitted, reminder = False, _Reminder(observer)
+    admitted, reminder, number = False, _Reminder(observer), secrets.randbits(62)  # by which it is known again
     while True:
         client = connect(endpoint, settings.timeout, deadline, observer, cancelled, admitted)
         admitted = True
@@ -134,7 +135,7 @@ def ask_rank(
             host_id = f"{machine_id()}/{route_to(endpoint.host, endpoint.port)[0]}"
             most = max(world_size, settings.max_world_size)
             request = NumberRequest(host_id, os.getpid(), settings.digest, world_size, most, own)
-            ask = fields_of(Ask(secrets.randbits(62), request), "ask")
+            ask = fields_of(Ask(number, request), "ask")
             while (given := read(Number, client.ask(ask, _ANSWER_SECONDS)).number) is None:
                 if cancelled():
                     raise Cancelled
@@ -153,7 +154,7 @@ def ask_rank(
                 raise Cancelled from None
             if time.monotonic() >= deadline:
                 raise RendezvousError(f"the rendezvous service at {endpoint} broke off: {error}") from error
-            observer.say_waiting(f"waiting for the rendezvous service at {endpoint}, which broke off: {error}")
+            reminder.say(f"waiting for the rendezvous service at {endpoint}, which broke off: {error}")
             time.sleep(1.0)
         finally:
             client.close()

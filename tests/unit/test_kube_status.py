@@ -107,8 +107,9 @@ def test_status_ends_with_1_if_something_is_wrong(options: list[str], monkeypatc
     for problem, code in (("no disk", 1), (None, 0)):
         seen = [RankStatus(3, "pi", "Pending")], {3: PodCondition(PodState.PENDING, problem)}
         found = SimpleNamespace(
-            chosen=lambda _: "j", observe=lambda *_, seen=seen: seen, progress=lambda _: "37%",
-            workers=lambda _: ["j-worker"], reader=SimpleNamespace(refused=""),
+            chosen=lambda _: "j", observe=lambda *_, seen=seen: seen,
+            workers=lambda _: [{"metadata": {"annotations": {"horizonml/progress": "37%"}}}],
+            reader=SimpleNamespace(refused=""),
         )  # fmt: skip
         monkeypatch.setattr(cluster, "_connect", lambda *_, found=found: found)
         result = CliRunner().invoke(cluster.app, ["status", *options])
