@@ -138,6 +138,7 @@ class AddressProbe:
     def __init__(self, addresses: Collection[Address]) -> None:
         self.addresses = frozenset(addresses)
         self.silent = set(self.addresses)  # which have not answered yet
+        self.refused: set[Address] = set()  # where the machine answered that nobody listens
         self._attempts: dict[socket.socket, Address] = {}
         self._next = 0.0
 
@@ -169,7 +170,7 @@ class AddressProbe:
                 self._attempts[attempt] = address
                 return
             if error in _ANSWERS:
-                self.silent.discard(address)
+                self._answered(address, error)
         if attempt is not None:
             attempt.close()
 
@@ -182,8 +183,13 @@ class AddressProbe:
             except OSError:
                 return False
         if not error or error in _ANSWERS:
-            self.silent.discard(address)
+            self._answered(address, error)
         return True
+
+    def _answered(self, address: Address, error: int) -> None:
+        self.silent.discard(address)
+        if error == errno.ECONNREFUSED:
+            self.refused.add(address)
 
 
 FETCH_FROM = "HORIZONML_FETCH_FROM"  # the private addresses that a confined rank may fetch from, separated by commas

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from horizonml.machine.network import split_address
 from horizonml.rendezvous.wire import (
     MOST_ANSWER,
     TLS_RECORDS,
@@ -50,9 +51,23 @@ class Endpoint:
         """Return it for people."""
         return f"{self.host}:{self.port}"
 
-    def connect(self, seconds: float = 5.0) -> Client:
-        """Return a connection that is made within so many seconds. Raises ServiceError."""
-        return Client((self.host, self.port), self.tls, seconds)
+    def at(self, address: str) -> Endpoint:
+        """Return the same at another address, host:port. Raises ValueError."""
+        return Endpoint(*split_address(address), self.tls)
+
+    def connect(self, seconds: float = 5.0, follow: bool = True) -> Client:
+        """Return a connection that is made within so many seconds. Raises ServiceError.
+
+        What a rank keeps in reserve may say that the ranks meet elsewhere: with `follow`, the connection leads there.
+        """
+        client = Client((self.host, self.port), self.tls, seconds)
+        if follow and client.elsewhere is not None:
+            client.close()
+            try:
+                return self.at(client.elsewhere).connect(seconds, False)
+            except ValueError as error:
+                raise ServiceError(f"{self} says that the ranks meet at an address that is none: {error}") from None
+        return client
 
 
 class Client:
@@ -87,6 +102,8 @@ class Client:
         try:
             greeting = self.ask(hello(), max(0.1, until - time.monotonic()))
             self.version = printable(str(greeting.get("version")), 40)  # of the service
+            elsewhere = greeting.get("elsewhere")  # where the ranks meet, if not here
+            self.elsewhere = printable(elsewhere, 300) if isinstance(elsewhere, str) else None
             theirs = greeting.get("time")
             # By how many seconds the service's clock is ahead of this one's, except for the way here; None if unknown.
             self.clock_ahead = theirs - time.time() if isinstance(theirs, float) and 0 <= theirs < _MOST_TIME else None
@@ -187,16 +204,29 @@ ANSWER_SECONDS = 2.0  # then the connection is made anew, which is quicker than 
 class Contact:
     """Asks the service for as long as it takes, also if the service was started anew. Any thread may use it."""
 
-    def __init__(self, connect: Callable[[], Client], client: Client | None = None) -> None:
-        """Speak on the connection `client` as long as that lasts, and then on what `connect` returns."""
+    def __init__(
+        self,
+        connect: Callable[[], Client],
+        client: Client | None = None,
+        place: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Speak on the connection `client` as long as that lasts, and then on what `connect` returns.
+
+        A connection is of no use any more once `place` says that the service is elsewhere.
+        """
         self._connect, self._client = connect, client
+        self._place, self._made_at = place, place()
         self._connecting = threading.Lock()
 
     def ask(self, request: Fields, seconds: float = ANSWER_SECONDS) -> Fields:
         """Return the service's answer. Raises ServiceError."""
         with self._connecting:
+            if self._client is not None and self._place() is not self._made_at:
+                self._client.close()
+                self._client = None
             if self._client is None:
                 self._client = self._connect()
+                self._made_at = self._place()
             client = self._client
         try:
             return client.ask(request, seconds)
@@ -206,6 +236,16 @@ class Contact:
                     if self._client is client:
                         self._client = None
             raise
+
+    def tell_last(self, request: Fields) -> None:
+        """Send a request on the connection that there is, and close it. Raises ServiceError."""
+        with self._connecting:
+            client, self._client = self._client, None
+        if client is not None:
+            try:
+                client.ask(request)
+            finally:
+                client.close()
 
     def close(self) -> None:
         """Close the connection; another request would make a new one."""

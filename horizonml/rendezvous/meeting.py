@@ -32,12 +32,16 @@ from horizonml.rendezvous.messages import (
     Number,
     NumberRequest,
 )
+from horizonml.rendezvous.places import MeetingPlaces
 from horizonml.rendezvous.wire import fields_of, read
 
 _FIRST_SECONDS, _SAY_SECONDS = 2.0, 10.0  # until a rank first says what it waits for, and then between two times
 _CONNECT_SECONDS = 5.0
 _HOLD_SECONDS = 0.25  # that the service holds a heartbeat of a rank that waits, until there is a verdict
 _ANSWER_SECONDS = 5.0
+_AGAIN_SECONDS = 0.2  # until a rank joins at another standby
+_FOLLOW_SECONDS = 5.0  # between two looks of a rank that waits whether the others meet elsewhere
+_PROBE_SECONDS = 1.0  # between two looks at who is dead
 _WITHDRAW_SECONDS = 5.0  # for the service to say whether a rank that withdraws still waits, or is a member already
 
 
@@ -85,12 +89,12 @@ class Observer(Protocol):
 def meet(
     identity: Identity,
     settings: RendezvousSettings,
-    endpoint: Endpoint,
+    endpoint: Endpoint | MeetingPlaces,
     observer: Observer,
     before: Membership | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Membership:
-    """Join the group of this job through the service at `endpoint`.
+    """Join the group of this job through the service at `endpoint`, or at the standby that takes its place.
 
     Chooses the network interface that leads to the service for the group's traffic, unless the user's
     GLOO_SOCKET_IFNAME names one. `before` is where this process was a member until now. Raises RendezvousError,
@@ -98,7 +102,8 @@ def meet(
     and Cancelled when `cancelled` says so, unless the group has formed already, which needs all its members to begin.
     """
     deadline = time.monotonic() + settings.timeout
-    meeting = _Meeting(identity, settings, endpoint, observer, before, cancelled, deadline, before is not None)
+    places = endpoint if isinstance(endpoint, MeetingPlaces) else MeetingPlaces(endpoint)
+    meeting = _Meeting(identity, settings, places, observer, before, cancelled, deadline, before is not None)
     reminder = _Reminder(observer)
     while True:
         try:
@@ -109,7 +114,7 @@ def meet(
             if time.monotonic() >= meeting.deadline:
                 raise
             reminder.say(f"waiting for the rendezvous service of this job: {error}")
-            time.sleep(1.0)
+            time.sleep(_AGAIN_SECONDS if places.away else 1.0)
 
 
 def ask_rank(
@@ -180,7 +185,7 @@ class _Meeting:
 
     identity: Identity
     settings: RendezvousSettings
-    endpoint: Endpoint
+    places: MeetingPlaces
     observer: Observer
     before: Membership | None
     cancelled: Callable[[], bool]
@@ -190,43 +195,46 @@ class _Meeting:
     def join(self) -> Membership:
         """Join through the service that is there now. Raises RendezvousError, JobComplete, JobReplaced, Cancelled."""
         timeout, admitted = self.settings.timeout, self.admitted
-        client = connect(self.endpoint, timeout, self.deadline, self.observer, self.cancelled, admitted)
+        client = connect(self.places, timeout, self.deadline, self.observer, self.cancelled, admitted)
         self.admitted = True
         number, own, membership = secrets.randbits(62), self._fingerprint(), None
         try:
             client.ask(fields_of(Join(number, own), "join"), _ANSWER_SECONDS)
-            with closing(_Links()) as links:
-                membership = self._wait(links, client, number, own)
+            with closing(_Links()) as links, closing(_Dead(self.before)) as dead:
+                membership = self._wait(links, dead, client, number, own)
             return membership
         except ServiceRefuses as error:
+            if self.places.returned:  # it has the state of an earlier generation
+                self.places.stay_away()
+                raise ServiceGone(f"that at {self.places.told} is no use yet: {error}") from error
             raise RendezvousError(f"refused: the rendezvous service cannot read its join: {error}") from error
         except (ServiceError, ValueError) as error:
-            raise ServiceGone(f"the rendezvous service at {self.endpoint} broke off: {error}") from error
+            raise ServiceGone(f"the rendezvous service at {self.places.now} broke off: {error}") from error
         finally:
             if membership is None:
                 client.close()
 
-    def _wait(self, links: _Links, client: Client, number: int, own: Fingerprint) -> Membership:
-        """Wait for the verdict on this rank's join, and tell the service when broken links work again.
+    def _wait(self, links: _Links, dead: _Dead, client: Client, number: int, own: Fingerprint) -> Membership:
+        """Wait for the verdict on this rank's join, and tell the service when broken links work again, and who is dead.
 
         Raises RendezvousError, JobComplete, JobReplaced, Cancelled, ServiceError and ValueError.
         """
         reminder, missing, waiting_for, beats = _Reminder(self.observer), None, "", 0
-        withdrawn, asked = None, False
+        withdrawn, asked, moves, follow_at = None, False, False, time.monotonic() + _FOLLOW_SECONDS
         while True:
             beats += 1
-            beat = fields_of(Beat(beats, links.work(), verdict=True, seconds=_HOLD_SECONDS), "beat")
+            beat = fields_of(Beat(beats, links.work(), True, _HOLD_SECONDS, dead.ranks()), "beat")
             answer = read(BeatAnswer, client.ask(beat, _ANSWER_SECONDS))
             verdict, status = answer.verdict, answer.status
             if verdict is not None:
                 if verdict.complete:
                     raise JobComplete
                 if verdict.refused is None:
-                    return take_place(number, own, verdict, self.endpoint, client, beats)
+                    return take_place(number, own, verdict, self.places, client, beats, self.before)
                 if verdict.replaced and self.before is not None:
                     raise JobReplaced
                 if verdict.replaced and withdrawn is None:  # either this pod or the service is about to be replaced
-                    raise ServiceGone(f"that at {self.endpoint} has other files than this rank: {verdict.refused}")
+                    raise ServiceGone(f"that at {self.places.now} has other files than this rank: {verdict.refused}")
                 if withdrawn is None:
                     raise RendezvousError(f"refused: {verdict.refused}")
             # The group may be formed at this very moment. The others would then wait for this rank for as long as a
@@ -234,6 +242,8 @@ class _Meeting:
             if verdict is not None or (withdrawn is not None and time.monotonic() - withdrawn > _WITHDRAW_SECONDS):
                 if asked:
                     raise Cancelled
+                if moves:
+                    raise ServiceGone("the ranks meet elsewhere now")
                 raise RendezvousError(
                     f"rank {self.identity.rank} of {self.identity.world_size} gave up after "
                     f"{self.settings.timeout:.0f} s (rendezvous.timeout): {waiting_for}"
@@ -247,17 +257,22 @@ class _Meeting:
                     self.observer.waiting(list(status.missing), first)
                 reminder.say(waiting_for)
                 asked = self.cancelled()
-                if asked or time.monotonic() >= self.deadline:
+                moves = self.places.return_if_it_answers()
+                if not moves and self.before is not None and time.monotonic() >= follow_at:
+                    follow_at = time.monotonic() + _FOLLOW_SECONDS
+                    moves = self.places.follow()
+                if asked or moves or time.monotonic() >= self.deadline:
                     withdrawn = time.monotonic()
                     client.ask(fields_of(Nothing(), "withdraw"), _ANSWER_SECONDS)
 
     def _fingerprint(self) -> Fingerprint:
         """Return what this rank says of itself, and make gloo use the interface that leads to the service."""
         try:
-            own, interface = route_to(self.endpoint.host, self.endpoint.port)
+            own, interface = route_to(self.places.now.host, self.places.now.port)
         except OSError as error:
-            raise RendezvousError(f"rank {self.identity.rank} finds no way to {self.endpoint}: {error}") from error
+            raise RendezvousError(f"rank {self.identity.rank} finds no way to {self.places.now}: {error}") from error
         use_interface(interface)
+        standby, before = self.places.standby, self.before
         return Fingerprint(
             rank=self.identity.rank,
             world_size=self.identity.world_size,
@@ -279,6 +294,9 @@ class _Meeting:
             files=self.settings.files,
             up=seconds_up(),
             link_port=self.settings.link_port,
+            standby_port=standby.listen(own, self.places.told.port) if standby is not None else 0,
+            trained=before.trained.generation if before is not None else 0,
+            trained_size=len(before.trained.members) if before is not None else 0,
         )
 
 
@@ -309,8 +327,37 @@ class _Links:
             self._probe = None
 
 
+class _Dead:
+    """Finds out which members of the last group are certain to be dead: their machines answer, but they do not."""
+
+    def __init__(self, before: Membership | None) -> None:
+        trained = before.trained.members if before is not None else ()
+        self._ranks = {(one.address, one.standby_port): one.rank for one in trained if one.standby_port}
+        self._probe: AddressProbe | None = None
+        self._found: frozenset[int] = frozenset()
+        self._until = 0.0
+
+    def ranks(self) -> tuple[int, ...]:
+        """Return them, as far as they are known; never waits."""
+        if time.monotonic() > self._until and self._ranks:
+            self.close()
+            self._probe, self._until = AddressProbe(self._ranks), time.monotonic() + _PROBE_SECONDS
+        if self._probe is not None:
+            self._probe.look()
+            answered = self._probe.addresses - self._probe.silent
+            still = {rank for address, rank in self._ranks.items() if rank in self._found and address not in answered}
+            self._found = frozenset(still | {self._ranks[address] for address in self._probe.refused})
+        return tuple(sorted(self._found))
+
+    def close(self) -> None:
+        """Try no more."""
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+
 def connect(
-    endpoint: Endpoint,
+    endpoint: Endpoint | MeetingPlaces,
     timeout: float,
     deadline: float,
     observer: Observer,

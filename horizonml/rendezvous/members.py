@@ -52,6 +52,7 @@ class Member:
     moved: float  # when its heartbeat last moved
     beat: int = -1
     formed: bool = False
+    dead: frozenset[int] = frozenset()  # ranks of the last group that had connected, whose processes are gone
     beside: frozenset[int] = frozenset()  # the ranks of the group it runs in, as far as it said
 
     def silent(self, now: float) -> float:
@@ -187,17 +188,34 @@ def _short_of_next(party: Members, last: int, newest: NewestGeneration, now: flo
             f"(parallel.min_workers); waiting for rank {_listed(gone)} to join"
         )
     seen = known and newest.here
-    if not seen and len(party) >= one.world_size:
+    if not seen and len(party) >= max(one.world_size, one.trained_size):
         return None
-    if not seen and 2 * len(survivors) <= one.group_size:
-        return (  # this service did not see that group form: only its majority may go on
-            f"fewer than half of the group before are here; waiting for rank {_listed(gone)} to join"
-        )
+    dead = frozenset[int]().union(*(member.dead for member in party.values()))
+    if not _is_enough(party, dead, newest):
+        return f"fewer than half of the group before are here; waiting for rank {_listed(gone - dead)} to join"
+    gone = gone if one.replace_timeout else gone - dead
     if not gone or len(party) >= one.group_size:
         return None
-    patience = one.replace_timeout if seen else max(one.replace_timeout, _MAJORITY_SECONDS)
+    patience = one.replace_timeout if seen else max(one.replace_timeout, newest.patience)
     left = patience - (now - max(member.joined for member in survivors.values()))
     return f"waiting for rank {_listed(gone)} to be replaced, for {left:.0f} s at most" if left > 0 else None
+
+
+def _is_enough(party: Members, dead: frozenset[int], newest: NewestGeneration) -> bool:
+    """Return whether a party is enough of the last group whose ranks had all connected to go on without the rest.
+
+    Those who are certain to be gone do not count. Of the others it takes more than half, or half of them at the service
+    that has formed the group, which no other part of it can claim.
+    """
+    base = max(member.fingerprint.trained for member in party.values())
+    there = [member.fingerprint for member in party.values() if member.fingerprint.trained == base]
+    size = there[0].trained_size
+    if base == 0:  # no group has connected yet
+        base = max(member.fingerprint.generation for member in party.values())
+        there = [member.fingerprint for member in party.values() if member.fingerprint.generation == base]
+        size = there[0].group_size
+    left = size - len((dead | newest.gone_of(base)) - {one.rank for one in there})
+    return 2 * len(there) >= left if newest.formed_here(base) else 2 * len(there) > left
 
 
 def _listed(ranks: Iterable[int], most: int = 20) -> str:
@@ -209,6 +227,8 @@ def _listed(ranks: Iterable[int], most: int = 20) -> str:
 BACK_SECONDS = 3.0  # a member that has left to meet the others again is awaited for this long
 STUCK_SECONDS = 30.0  # a member that lives but does not come back is awaited for this long
 REPORT_SECONDS = 20.0  # members of a group that ran before the service report to it within this time
+STANDBY_SECONDS = 0.75  # the same at a standby, to which they come at the same moment, once most of them are there
+_MOST_FORMED = 8  # generations of which it is known who was in them
 
 
 class NewestGeneration:
@@ -220,7 +240,9 @@ class NewestGeneration:
         self.ranks: frozenset[int] = frozenset()
         self.ended: Ended | None = None
         self.closed_at: float | None = None  # since when its members are to meet again
+        self.patience = _MAJORITY_SECONDS
         self._back: dict[int, float] = {}  # ranks that are expected, and until when
+        self._formed: dict[int, tuple[frozenset[int], set[int]]] = {}  # ranks of those formed here, and who is gone
 
     @property
     def closed(self) -> bool:
@@ -231,13 +253,41 @@ class NewestGeneration:
         """Let a generation be the newest one."""
         self.number, self.ranks, self.here = number, frozenset(ranks), here
         self.ended, self.closed_at, self._back = None, None, {}
+        if here:
+            self._formed[number] = self.ranks, set()
+            self._formed = dict(list(self._formed.items())[-_MOST_FORMED:])
+        else:
+            self._formed.clear()
 
     def add(self, ranks: Iterable[int]) -> None:
         """Take note of further ranks of a generation that was formed elsewhere."""
         self.ranks |= frozenset(ranks)
 
+    def formed_here(self, generation: int) -> bool:
+        """Return whether this service has formed a generation, and none after it was formed elsewhere."""
+        return generation in self._formed
+
+    def left(self, rank: int) -> None:
+        """Take note that a member is certain to be gone, or to obey this service, which goes on without it."""
+        if self.number in self._formed:
+            self._formed[self.number][1].add(rank)
+
+    def gone_of(self, generation: int) -> frozenset[int]:
+        """Return the members of a generation that was formed here which are certain to be gone since then."""
+        later = [gone for number, (_, gone) in self._formed.items() if number >= generation]
+        return (
+            self._formed[generation][0] & set().union(*later) if later and generation in self._formed else frozenset()
+        )
+
+    def hurry(self, until: float) -> None:
+        """Expect nobody for longer than that."""
+        self._back = {rank: min(until, other) for rank, other in self._back.items()}
+
     def end(self, reason: str, lost: Iterable[Lost], now: float) -> Ended:
         """Declare it over, or add to whom it has lost."""
+        for one in lost:
+            if not one.silent:
+                self.left(one.rank)
         if self.ended is None:
             self.ended = Ended(reason, tuple(lost))
         else:

@@ -14,13 +14,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
 from horizonml.errors import PeerLost
-from horizonml.rendezvous.client import Client, Contact, Endpoint, ServiceError
+from horizonml.rendezvous.client import Client, Contact, ServiceError
 from horizonml.rendezvous.messages import (
     Beat,
     BeatAnswer,
@@ -39,11 +40,13 @@ from horizonml.rendezvous.messages import (
     SetKey,
     Unreached,
 )
+from horizonml.rendezvous.places import MeetingPlaces
 from horizonml.rendezvous.wire import Fields, fields_of, read
 from horizonml.text import printable
 
 _CONNECT_SECONDS = 1.0
 BEAT_SECONDS = 0.25
+_BEAT_ANSWER_SECONDS = 1.5  # for the answer to a heartbeat, after which the connection is made anew
 
 OnEnd = Callable[[Ended], object]
 
@@ -54,13 +57,13 @@ class Heartbeat(threading.Thread):
     The lead looks for newcomers, too.
     """
 
-    def __init__(self, contact: Contact, resume: Resume, beats: int, lead: bool) -> None:
-        """Beat at the service; `beats` were given before.
+    def __init__(self, contact: Contact, places: MeetingPlaces, resume: Resume, beats: int, lead: bool) -> None:
+        """Beat at the service, in one of the `places`; `beats` were given before.
 
         `resume` tells a service that does not know this rank where it is a member.
         """
         super().__init__(name="heartbeat", daemon=True)
-        self._contact, self._resume, self._beats, self._lead = contact, resume, beats, lead
+        self._contact, self._places, self._resume, self._beats, self._lead = contact, places, resume, beats, lead
         self._telling = threading.Lock()
         self._callbacks: list[OnEnd] = []
         self._said: set[str] = set()  # why ranks are held back, as far as it was reported
@@ -88,7 +91,9 @@ class Heartbeat(threading.Thread):
         while not self.stop.is_set():
             try:
                 self._beats += 1
-                answer = read(BeatAnswer, self._contact.ask(fields_of(Beat(self._beats), "beat")))
+                if self._places.answers_again():
+                    self._go_back()
+                answer = read(BeatAnswer, self._contact.ask(fields_of(Beat(self._beats), "beat"), _BEAT_ANSWER_SECONDS))
                 if not connected:
                     connected = True
                     _log.warning("the rendezvous service is back")
@@ -102,6 +107,13 @@ class Heartbeat(threading.Thread):
                 connected = False
             self.stop.wait(BEAT_SECONDS)
         self._contact.close()
+
+    def _go_back(self) -> None:
+        """Go back to the service that this rank was told of, if that takes it; the standby then begins anew."""
+        if self._places.go_back(lambda client: client.ask(fields_of(self._resume, "resume"))):
+            with suppress(ServiceError):
+                self._contact.tell_last(fields_of(Nothing(), "moved"))
+            _log.warning("the rendezvous service at %s is back", self._places.now)
 
     def _act(self, answer: BeatAnswer) -> None:
         if self._lead:
@@ -196,6 +208,14 @@ class GroupStore(Store):
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ConnectedGroup:
+    """A group in which all ranks had connected, so that it could train."""
+
+    generation: int
+    members: Sequence[Fingerprint]
+
+
 @dataclass
 class Membership:
     """This rank's place in a formed group. Its rank there may be lower than its own, if others are gone."""
@@ -206,6 +226,7 @@ class Membership:
     _contact: Contact
     _heartbeat: Heartbeat
     _port: int  # of the service
+    trained: ConnectedGroup  # the last group that it was in and whose ranks had all connected; at first the first one
     _store: GroupStore | None = None
     lost: tuple[Lost, ...] = ()  # whom the service has declared lost, once `name_lost` has asked
 
@@ -213,6 +234,10 @@ class Membership:
     def world_size(self) -> int:
         """Return how many ranks are in the group."""
         return len(self.members)
+
+    def connected(self) -> None:
+        """Take note that all ranks have connected, so that a majority of this group decides how to go on."""
+        self.trained = ConnectedGroup(self.generation, self.members)
 
     @property
     def newcomers(self) -> Sequence[int]:
@@ -315,14 +340,22 @@ class Membership:
 
 
 def take_place(
-    number: int, own: Fingerprint, found: JoinVerdict, endpoint: Endpoint, client: Client, beats: int
+    number: int,
+    own: Fingerprint,
+    found: JoinVerdict,
+    places: MeetingPlaces,
+    client: Client,
+    beats: int,
+    before: Membership | None = None,
 ) -> Membership:
     """Return the membership of the rank of a join that has become a member, and start its heartbeat."""
     now_in = replace(own, generation=found.generation, group_size=len(found.members))
     resume = Resume(number, now_in, [member.rank for member in found.members])
+    members = list(found.members)
+    places.know(members)
 
     def reconnect() -> Client:
-        client = endpoint.connect(_CONNECT_SECONDS)
+        client = places.connect(_CONNECT_SECONDS)
         try:
             client.ask(fields_of(resume, "resume"))
         except ServiceError:
@@ -330,10 +363,11 @@ def take_place(
             raise
         return client
 
-    heartbeat = Heartbeat(Contact(reconnect), resume, beats, lead=found.rank == 0)
+    heartbeat = Heartbeat(Contact(reconnect, place=lambda: places.now), places, resume, beats, lead=found.rank == 0)
     heartbeat.start()
-    contact = Contact(reconnect, client)
-    return Membership(found.rank, found.generation, list(found.members), contact, heartbeat, endpoint.port)
+    contact, port = Contact(reconnect, client, lambda: places.now), places.now.port
+    trained = before.trained if before is not None else ConnectedGroup(found.generation, members)
+    return Membership(found.rank, found.generation, members, contact, heartbeat, port, trained)
 
 
 def _place(member: Fingerprint) -> str:

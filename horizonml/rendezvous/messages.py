@@ -68,6 +68,10 @@ class Fingerprint:
     files: Name = ""  # what identifies the job's files, where it was started with some (see `runtime.command`)
     up: Seconds = 0.0  # since its process was started
     link_port: Annotated[int, whole(1, 65535)] = 29401  # where its machine takes the data of ranks on other machines
+    standby_port: Annotated[int, whole(0, 65535)] = 0  # of the service that it keeps in reserve; 0 if it has none
+    # The last group that it was in and whose ranks had all connected: a majority of that one decides how to go on.
+    trained: Generation = 0
+    trained_size: Size = 0
 
     def check_fields(self) -> None:
         """Raise ValueError if the rank is none of its world."""
@@ -181,6 +185,7 @@ class Beat:
     reached: bool = False  # whether all peers for which it was left out have answered
     verdict: bool = False  # whether it waits for one, and for how many seconds
     seconds: Seconds = 0.0
+    dead: Ranks = ()  # of the last group that had connected, whose machines say that their processes are gone
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from horizonml.rendezvous.members import (
     ABSENT_SECONDS,
     BACK_SECONDS,
     REPORT_SECONDS,
+    STANDBY_SECONDS,
     Complete,
     Completion,
     Formed,
@@ -65,16 +66,19 @@ class Over(ValueError):
 class Roster:
     """Knows who waits, who is in the newest group, and what was refused lately. Times are seconds of any clock."""
 
-    def __init__(self, settled: float = float("-inf"), workers: int | None = None) -> None:
+    def __init__(self, settled: float = float("-inf"), workers: int | None = None, standby: bool = False) -> None:
         """Hold no first meeting until `settled`, because a group that runs already may have to report first.
 
-        Ranks that ask for the world size learn that of the others, or else that it is `workers`.
+        Ranks that ask for the world size learn that of the others, or else that it is `workers`. A `standby` holds no
+        first meeting at all; to it the members of a group come when their service is gone.
         """
-        self._workers = workers
+        self._workers, self._standby = workers, standby
         self.lock = threading.RLock()  # held by whoever uses a roster that several threads use
-        self._settled = settled
+        self._settled = float("inf") if standby else settled
         self._members: Members = {}
         self._newest = NewestGeneration()
+        if standby:
+            self._newest.patience = STANDBY_SECONDS
         self._refusals = Refusals(self._members)
         self._completion = Completion(self._members)
         self._numbers = Numbers()
@@ -105,6 +109,7 @@ class Roster:
             self._newest.came(fingerprint.rank)
         self._crashes.joined(fingerprint, now)
         self._members[number] = Member(fingerprint, joined=now, moved=now)
+        self._hurry(now)
 
     def resume(self, number: int, fingerprint: Fingerprint, beside: Iterable[int], now: float) -> bool:
         """Take in a member of a group that runs already: this roster is younger than it.
@@ -135,6 +140,8 @@ class Roster:
         self._newest.add(beside)
         self._newest.came(rank)
         self._members[number] = Member(fingerprint, now, now, formed=True, beside=beside)
+        self._settled = min(self._settled, now)
+        self._hurry(now)
         return True
 
     def leave(self, number: int, farewell: Farewell, now: float) -> bool:
@@ -143,6 +150,8 @@ class Roster:
         if member is None or not member.formed:
             return number not in self._fenced
         rank, hostname = member.fingerprint.rank, member.fingerprint.hostname
+        if farewell.kind not in (Departure.AGAIN, Departure.LOST_PEER):
+            self._newest.left(rank)
         if farewell.kind is Departure.COMPLETE:
             self._completion.note(member.fingerprint, now)
         if farewell.kind in (Departure.AGAIN, Departure.LOST_PEER):
@@ -206,11 +215,12 @@ class Roster:
             del self._members[number]
         return waits
 
-    def beat(self, number: int, count: int, now: float) -> None:
-        """Take note that a rank's heartbeat stands at `count`."""
+    def beat(self, number: int, count: int, now: float, dead: Iterable[int] = ()) -> None:
+        """Take note that a rank's heartbeat stands at `count`, and that these ranks of its last group are dead."""
         member = self._members.get(number)
         if member is not None and member.beat != count:
             member.beat, member.moved = count, now
+            member.dead = frozenset(dead) - {member.fingerprint.rank}
 
     def slept(self, seconds: float, now: float) -> None:
         """Take note that the service itself was away for so long: that is no rank's silence."""
@@ -297,6 +307,12 @@ class Roster:
         """Return why ranks were refused lately beside others that went on waiting."""
         return self._refusals.lately(now)
 
+    def _hurry(self, now: float) -> None:
+        """Let a standby expect the others for a moment only, once it is clear that most of a group come to it."""
+        there = [one for one in self._members.values() if one.fingerprint.generation == self.generation]
+        if self._standby and 2 * len(there) > len(self._newest.ranks):
+            self._newest.hurry(now + STANDBY_SECONDS)
+
     def _check(self, number: int) -> None:
         if number in self._members:
             raise ValueError("its join has another's number")
@@ -305,10 +321,11 @@ class Roster:
 
     def _check_past(self, one: Fingerprint) -> None:
         """Raise ValueError if a rank that joins says that it was in a group in which it cannot have been."""
-        if self._newest.here and one.generation == self.generation:
+        here = self._newest.here and bool(self._members)  # where nobody is, there is nothing to protect
+        if here and one.generation == self.generation:
             strange = (one.machine, one.pid, one.rank) not in self._formed
         else:
-            strange = one.generation > (self.generation if self._newest.here else self.generation + _FURTHEST)
+            strange = one.generation > (self.generation if here else self.generation + _FURTHEST)
         if strange:
             raise ValueError(
                 f"rank {one.rank} ({one.place}) comes from a generation {one.generation} that did not meet at this "
@@ -319,7 +336,7 @@ class Roster:
         """Raise ValueError unless a rank that reports from a group may be in the one that runs, or in a first one."""
         running = [member.fingerprint for member in formed(self._members).values()]
         newer = one.generation > self.generation
-        if self._newest.here:  # and all its members are known
+        if self._newest.here and self._members:  # and all its members are known
             problem = "which this service did not form"
         elif one.rank not in beside or len(beside) != one.group_size or one.generation > self.generation + _FURTHEST:
             problem = "whose ranks it misstates"
@@ -400,7 +417,8 @@ class Roster:
                 self._lose(number, now)
         late = self._newest.overdue(now)
         if late and not self._newest.closed:
-            lost = [Lost(rank, "", "has not reported to the rendezvous service", 0.0) for rank in late]
+            waited = STANDBY_SECONDS if self._standby else REPORT_SECONDS
+            lost = [Lost(rank, "", "has not reported to the rendezvous service", waited) for rank in late]
             self._end("; ".join(map(str, lost)), lost, now)
 
     def _lose(self, number: int, now: float) -> None:

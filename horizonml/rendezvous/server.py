@@ -90,15 +90,29 @@ class _Client:
 class Server:
     """Serves clients on a listening socket, with TLS or without."""
 
-    def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None, handler: Handler) -> None:
-        """Let `handler` answer requests: it returns what is called until it has an answer."""
-        self._listener, self._tls, self._handler = listener, tls, handler
+    def __init__(
+        self,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None,
+        handler: Handler,
+        where: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Let `handler` answer requests: it returns what is called until it has an answer.
+
+        Clients are told `where` they find what they look for, if that is at another address.
+        """
+        self._listener, self._tls, self._handler, self._where = listener, tls, handler, where
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._clients: dict[_Client, None] = {}  # the oldest first
         self._most = min(_MOST_CLIENTS, _raise_limit() - _SPARE_FILES)
         self._told: dict[str, float] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Return whether there is no client."""
+        return not self._clients
 
     def turn(self, seconds: float) -> None:
         """Serve whoever sends something within so many seconds."""
@@ -211,7 +225,8 @@ class Server:
             return
         if not client.known:
             client.known = True
-            self._answer(client, {"protocol": PROTOCOL, "version": __version__, "time": time.time()})
+            greeting = {"protocol": PROTOCOL, "version": __version__, "time": time.time()}
+            self._answer(client, {**greeting, "elsewhere": self._where()})
             return
         self._ask(client, lambda: self._begin(client, fields))
 

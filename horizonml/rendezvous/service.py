@@ -122,16 +122,18 @@ class Service:
     def __init__(
         self, listener: socket.socket, tls: ssl.SSLContext | None = None, settle: float = 0.0,
         handlers: Handlers | None = None, roster: Roster | None = None, files: str = "",
+        where: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
         """Serve on a listening socket, which the service takes over; `handlers` answer further kinds of requests.
 
         No first meeting is held for `settle` seconds: a group may run here that met at the service before this one.
         A service that was started with a job's `files` serves no rank that was started with others: those files have
-        been replaced, so such a rank is refused, and a group that runs with them is asked to stop.
+        been replaced, so such a rank is refused, and a group that runs with them is asked to stop. Whoever connects is
+        told `where` the ranks meet, if not here.
         """
         self._files = files
         self.port = int(listener.getsockname()[1])
-        self._server = Server(listener, tls, self._handle)
+        self._server = Server(listener, tls, self._handle, where)
         self._roster = roster or Roster(time.monotonic() + settle)
         self._over = 0  # the generation whose end was logged last
         self._status, self._held = GroupStatus(), dict[int, HeldBack]()
@@ -163,7 +165,7 @@ class Service:
         looked = time.monotonic()
         try:
             while not stop():
-                self._server.turn(_TURN_SECONDS)
+                self._server.turn(_LOOK_SECONDS if self._server.idle else _TURN_SECONDS)
                 now = time.monotonic()
                 if self._changed or now - looked >= _LOOK_SECONDS:
                     if now - looked > _AWAY_SECONDS:
@@ -238,7 +240,7 @@ class Service:
         number, asked = _own(peer), time.monotonic()
         held = min(_LONGEST_WAIT, request.seconds) if request.verdict else 0.0
         self._beats[number] = request.count
-        self._roster.beat(number, request.count, asked)
+        self._roster.beat(number, request.count, asked, request.dead)
         if request.reached:
             self._roster.reached(number)
 

@@ -32,9 +32,10 @@ from horizonml.rendezvous.messages import (
     Fingerprint,
     Lost,
 )
+from horizonml.rendezvous.places import MeetingPlaces, Standby
 from horizonml.runtime.agreement import prepare
 from horizonml.runtime.checks import use_device
-from horizonml.runtime.command import job_files, token_of_rank
+from horizonml.runtime.command import job_files, tls_of, token_of_rank
 from horizonml.runtime.generation import Generation
 from horizonml.runtime.life import Life
 from horizonml.runtime.outcome import Outcome
@@ -236,6 +237,7 @@ class Worker:
         self._settings = settings or settings_for(job)
         self._observer = observer
         self._job, self._identity, self._endpoint = job, identity, endpoint
+        self._places: MeetingPlaces | None = None
         self._metrics, self._stop = metrics, stop
         metrics.wanted(identity.world_size)
         self._rank = identity.rank  # in the group that there is, or was last
@@ -268,6 +270,8 @@ class Worker:
             raise
         finally:
             self._linking.close()
+            if self._places is not None:
+                self._places.close()
             if self._life is not None:
                 self._life.close()
 
@@ -294,11 +298,13 @@ class Worker:
             return self._train(life, None)
         membership, fruitless = None, 0
         settings = self._settings
+        # Ranks that end with each other need no service that outlives theirs.
+        places = self._places = MeetingPlaces(self._endpoint, Standby(tls_of(token_of_rank())) if rejoin else None)
         while not self._stop.wanted:
             before = life.steps
             old = membership
             try:
-                membership = meet(identity, settings, self._endpoint, self, membership, lambda: self._stop.wanted)
+                membership = meet(identity, settings, places, self, membership, lambda: self._stop.wanted)
             except Cancelled:
                 return Outcome.STOPPED_WAITING
             except JobComplete:
@@ -382,6 +388,7 @@ class Worker:
                 watch = LinkWatch(membership.members, rank, tunnelled, moves, membership.report_unreached)
             group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes, over, links, moves)
             if membership is not None:
+                membership.connected()
                 abort = group.abort
                 membership.on_end(lambda ended: abort())
             self._metrics.formed(generation, group.world_size)

@@ -1,0 +1,266 @@
+"""Where the ranks of a job can meet when the rendezvous service is gone: at one that a member keeps in reserve.
+
+Every rank keeps a `Standby`, a service that serves nobody as long as the one that the ranks were told of answers. When
+that one is gone, each member of the group goes to the standby of the lowest rank that it reaches (`MeetingPlaces`), and
+reports there as it would to a service that was started anew. All of them know each other's standbys since they met, so
+nothing has to be agreed on. Members that were cut off from the others cannot form a group of their own: that takes more
+than half of the last one (see `members`). When the service that the ranks were told of answers again, they go back to
+it, because those who come later know only that one; a service that still has the state of an earlier generation refuses
+them, and they stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from horizonml.errors import RendezvousError
+from horizonml.machine.network import AddressProbe, listen
+from horizonml.rendezvous.client import Client, Endpoint, ServiceError, Unwanted
+from horizonml.rendezvous.messages import Fingerprint, Nothing
+from horizonml.rendezvous.roster import Roster
+from horizonml.rendezvous.server import Answer, Peer
+from horizonml.rendezvous.service import Service, at_once
+
+_log = logging.getLogger(__name__)
+_PATIENCE_SECONDS = 1.0  # after which a service that does not answer is taken for gone
+_TRY_SECONDS = 1.0  # for a connection, once there are other places
+_REACH_SECONDS = 0.5  # for standbys to answer
+_AFTER_FIRST_SECONDS = 0.1  # for those of lower ranks, once one has answered
+_LOOK_SECONDS = 0.01
+_AGAIN_SECONDS = 2.0  # between two looks whether the service answers again
+_REFUSED_SECONDS = 20.0  # the same once it has refused
+
+
+class MeetingPlaces:
+    """The services at which a rank can meet the others, and the one at which it does. Any thread may use it."""
+
+    def __init__(self, endpoint: Endpoint, standby: Standby | None = None) -> None:
+        """Begin at the service that this rank was told of; `standby` is this rank's own."""
+        self.standby = standby
+        self.returned = False  # whether this rank was elsewhere meanwhile
+        self._told = self._now = endpoint
+        self._standbys: list[Endpoint] = []
+        self._lost_since: float | None = None
+        self._lock = threading.Lock()
+        self._look_at, self._answers = 0.0, False
+        if standby is not None:
+            standby.where = self._where
+
+    def __str__(self) -> str:
+        """Return for people the service at which this rank meets the others now."""
+        return str(self._now)
+
+    @property
+    def now(self) -> Endpoint:
+        """Return the service at which this rank meets the others now."""
+        return self._now
+
+    @property
+    def told(self) -> Endpoint:
+        """Return the service that this rank was told of."""
+        return self._told
+
+    @property
+    def away(self) -> bool:
+        """Return whether this is not the service that this rank was told of."""
+        return self._now is not self._told
+
+    def know(self, members: Sequence[Fingerprint]) -> None:
+        """Take note of the members of a group, in the order of ranks."""
+        tls = self._told.tls
+        with self._lock:
+            self._standbys = [Endpoint(one.address, one.standby_port, tls) for one in members if one.standby_port]
+
+    def connect(self, seconds: float = 5.0) -> Client:
+        """Return a connection to the service, or to the standby that takes its place. Raises ServiceError."""
+        with self._lock:
+            begin = time.monotonic()
+            try:
+                client = self._now.connect(min(seconds, _TRY_SECONDS) if self._standbys else seconds, not self.away)
+            except ServiceError as error:
+                if isinstance(error, Unwanted) and not self.away:
+                    raise
+                self._lost_since = self._lost_since or begin
+                if not self.away and time.monotonic() - self._lost_since < _PATIENCE_SECONDS:
+                    raise
+                found = self._elsewhere()
+                if found is None:
+                    raise
+                return found
+            self._lost_since = None
+            return client
+
+    def answers_again(self) -> bool:
+        """Return whether the service that this rank was told of answers, while it is elsewhere; never waits."""
+        if self._answers:
+            self._answers = False
+            return self.away
+        if self.away and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _AGAIN_SECONDS
+            threading.Thread(target=self._look, name="service", daemon=True).start()  # names may take long to resolve
+        return False
+
+    def return_if_it_answers(self) -> bool:
+        """Go back to the service that this rank was told of, if that answers again; return whether it does."""
+        if not self.answers_again():
+            return False
+        self._back()
+        return True
+
+    def go_back(self, report: Callable[[Client], object]) -> bool:
+        """Go back to the service that this rank was told of, if `report` does not raise ServiceError there."""
+        try:
+            client = self._told.connect(_TRY_SECONDS)
+            try:
+                report(client)
+            finally:
+                client.close()
+        except ServiceError as error:
+            self._look_at = time.monotonic() + _REFUSED_SECONDS
+            _log.info("the rendezvous service at %s is no use yet: %s", self._told, error)
+            return False
+        self._back()
+        return True
+
+    def stay_away(self) -> None:
+        """Go to another place than the service that this rank was told of, which refuses it."""
+        with self._lock:
+            self._look_at = time.monotonic() + _REFUSED_SECONDS
+            found = self._elsewhere()
+            if found is not None:
+                found.close()
+
+    def follow(self) -> bool:
+        """Go where a member of the last group meets the others, if that is elsewhere; return whether it is.
+
+        A rank asks this that waits, because it was cut off, at a service to which the others do not come any more.
+        """
+        with self._lock:
+            for place in self._reached([one for one in self._standbys if one != self._own()]):
+                with suppress(ServiceError, ValueError):
+                    client = place.connect(_TRY_SECONDS, False)
+                    client.close()
+                    there = place if client.elsewhere is None else place.at(client.elsewhere)
+                    if there not in (self._now, self._told):
+                        self._go(there)
+                        return True
+        return False
+
+    def _back(self) -> None:
+        with self._lock:
+            self._now, self._lost_since, self.returned = self._told, None, True
+
+    def close(self) -> None:
+        """End this rank's standby."""
+        if self.standby is not None:
+            self.standby.close()
+
+    def _look(self) -> None:
+        with suppress(ServiceError):
+            self._told.connect(_TRY_SECONDS).close()
+            self._answers = True
+
+    def _elsewhere(self) -> Client | None:
+        """Return a connection to the first of the standbys that answers, and stay there."""
+        for place in self._reached(self._standbys):
+            with suppress(ServiceError):
+                client = place.connect(_TRY_SECONDS, False)
+                self._go(place)
+                return client
+        return None
+
+    def _go(self, place: Endpoint) -> None:
+        if place != self._now:
+            _log.warning(
+                "the rendezvous service at %s does not answer; the ranks meet at %s until it is back", self._now, place
+            )
+        self._now = place
+        self._look_at = max(self._look_at, time.monotonic() + _AGAIN_SECONDS)
+
+    def _reached(self, places: Sequence[Endpoint]) -> list[Endpoint]:
+        """Return those that accept a connection; those of lower ranks come first."""
+        probe = AddressProbe([(one.host, one.port) for one in places])
+        until = time.monotonic() + _REACH_SECONDS
+        try:
+            while probe.silent and time.monotonic() < until:
+                probe.look()
+                if probe.addresses - probe.silent - probe.refused:
+                    until = min(until, time.monotonic() + _AFTER_FIRST_SECONDS)
+                time.sleep(_LOOK_SECONDS)
+            return [one for one in places if (one.host, one.port) not in probe.silent | probe.refused]
+        finally:
+            probe.close()
+
+    def _own(self) -> Endpoint | None:
+        standby = self.standby
+        return Endpoint(*standby.place, self._told.tls) if standby is not None and standby.place is not None else None
+
+    def _where(self) -> str | None:
+        """Return where newcomers find the others, if not at this rank's own standby."""
+        now = self._now
+        return None if now == self._own() else str(now)
+
+
+class Standby(threading.Thread):
+    """The service that a rank keeps in reserve, for as long as its process lives."""
+
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
+        """Protect connections as the service does."""
+        super().__init__(name="standby", daemon=True)
+        self._tls = tls
+        self.place: tuple[str, int] | None = None
+        self.where: Callable[[], str | None] = lambda: None
+        self._listener: socket.socket | None = None
+        self._anew, self._ended = threading.Event(), threading.Event()
+
+    def listen(self, address: str, port: int) -> int:
+        """Listen at this rank's address, and return the port: this one, if it is free; 0 if that is impossible."""
+        if self.place is None or self.place[0] != address:
+            try:
+                self._listener = _listen(address, port)
+            except RendezvousError as error:
+                _log.warning("this rank could not take the service's place: %s", error)
+                return 0
+            self.place = (address, int(self._listener.getsockname()[1]))
+            self._anew.set()
+            if not self.is_alive():
+                self.start()
+        return self.place[1]
+
+    def close(self) -> None:
+        """End the service."""
+        self._ended.set()
+        if self.is_alive():
+            self.join(1.0)
+
+    def run(self) -> None:
+        while not self._ended.is_set():
+            self._anew.clear()
+            assert self._listener is not None
+            service = Service(
+                self._listener.dup(),
+                self._tls,
+                handlers={"moved": (Nothing, self._moved)},
+                roster=Roster(standby=True),
+                where=lambda: self.where(),
+            )
+            service.run(lambda: self._ended.is_set() or self._anew.is_set())
+
+    def _moved(self, peer: Peer, request: Nothing) -> Answer:
+        """Begin anew, because a member of the group has gone back to the service."""
+        if peer.stays:  # as those do that have joined
+            self._anew.set()
+        return at_once()
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        return listen(address, port)
+    except RendezvousError:  # another rank of this machine has it, or the service itself
+        return listen(address, 0)
