@@ -59,6 +59,10 @@ class Networks:
         """Return the command that runs another one in a rank's network."""
         return [*self._enter(self._ranks[rank]), *command]
 
+    def address_of(self, rank: int) -> str:
+        """Return the address of a rank."""
+        return f"10.251.{1 + rank // 250}.{1 + rank % 250}"
+
     def cut(self, rank: int) -> None:
         """Cut a rank off: what it sends and what is sent to it is lost."""
         self._ip(self._switch, f"link set rank{rank} down")
@@ -106,7 +110,7 @@ class Networks:
         self._ip(self._switch, f"link add rank{rank} type veth peer name cable netns {holder.pid}")
         self._ip(self._switch, f"link set rank{rank} master switch up")
         self._ip(holder, "link set lo up")
-        self._ip(holder, f"addr add 10.251.{1 + rank // 250}.{1 + rank % 250}/16 dev cable")
+        self._ip(holder, f"addr add {self.address_of(rank)}/16 dev cable")
         self._ip(holder, "link set cable up")
         return holder
 
