@@ -29,7 +29,7 @@ from horizonml.machine.code import python_module
 from horizonml.security.token import TOKEN, make_token
 
 _DEADLINE_SECONDS = 120.0
-_BEFORE_STEPS, _AFTER_SECONDS = 20, 8.0
+_BEFORE_STEPS, _BEFORE_SECONDS, _AFTER_SECONDS = 20, 5.0, 8.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ def one_round(house: House, devices: int) -> Round:
         lambda: all(len(house.steps(d)) > before + _BEFORE_STEPS for d, before in zip(others, counts, strict=True)),
         "steps of all devices",
     )
+    time.sleep(_BEFORE_SECONDS)
     pulled = time.time()
     house.networks.cut(0)
     house.wait_for(lambda: all(house.size(device) == devices - 1 for device in others), "a group of the others")

@@ -257,7 +257,7 @@ class _Meeting:
                     self.observer.waiting(list(status.missing), first)
                 reminder.say(waiting_for)
                 asked = self.cancelled()
-                moves = self.places.return_if_it_answers()
+                moves = self.places.return_if_it_answers(status.moves)
                 if not moves and self.before is not None and time.monotonic() >= follow_at:
                     follow_at = time.monotonic() + _FOLLOW_SECONDS
                     moves = self.places.follow()

@@ -196,7 +196,8 @@ def _short_of_next(party: Members, last: int, newest: NewestGeneration, now: flo
     gone = gone if one.replace_timeout else gone - dead
     if not gone or len(party) >= one.group_size:
         return None
-    patience = one.replace_timeout if seen else max(one.replace_timeout, newest.patience)
+    known_lost = known and newest.ended is not None and gone <= {one.rank for one in newest.ended.lost}
+    patience = one.replace_timeout if seen or known_lost else max(one.replace_timeout, newest.patience)
     left = patience - (now - max(member.joined for member in survivors.values()))
     return f"waiting for rank {_listed(gone)} to be replaced, for {left:.0f} s at most" if left > 0 else None
 

@@ -97,14 +97,18 @@ class Heartbeat(threading.Thread):
                 if not connected:
                     connected = True
                     _log.warning("the rendezvous service is back")
-                self._act(answer)
+                if answer.status.moves:
+                    self._go_back()
+                else:
+                    self._act(answer)
             except (ServiceError, ValueError) as error:
                 if connected and not self.stop.is_set():
                     _log.warning(
                         "the rendezvous service does not answer; training goes on without it until it is back (%s)",
                         first_line(error),
                     )
-                connected = False
+                    connected = False
+                    continue  # at once, on a new connection
             self.stop.wait(BEAT_SECONDS)
         self._contact.close()
 
@@ -113,7 +117,7 @@ class Heartbeat(threading.Thread):
         if self._places.go_back(lambda client: client.ask(fields_of(self._resume, "resume"))):
             with suppress(ServiceError):
                 self._contact.tell_last(fields_of(Nothing(), "moved"))
-            _log.warning("the rendezvous service at %s is back", self._places.now)
+            _log.warning("the ranks meet at %s again", self._places.now)
 
     def _act(self, answer: BeatAnswer) -> None:
         if self._lead:

@@ -334,6 +334,7 @@ class GroupStatus:
     refused: Annotated[Sequence[str], listed(64, cleaned(500), "reasons")] = ()  # why ranks were refused lately
     short: Annotated[str, cleaned(500)] = ""  # why those who are here do not begin
     held: Annotated[Sequence[HeldBack], listed(64, message(HeldBack), "ranks")] = ()
+    moves: bool = False  # whether the ranks go back to the service that they were told of
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,13 @@ from horizonml.rendezvous.server import Answer, Peer
 from horizonml.rendezvous.service import Service, at_once
 
 _log = logging.getLogger(__name__)
-_PATIENCE_SECONDS = 1.0  # after which a service that does not answer is taken for gone
-_TRY_SECONDS = 1.0  # for a connection, once there are other places
+_PATIENCE_SECONDS = 0.75  # after which a service that does not answer is taken for gone
+_TRY_SECONDS = 0.75  # for a connection, once there are other places
 _REACH_SECONDS = 0.5  # for standbys to answer
 _AFTER_FIRST_SECONDS = 0.1  # for those of lower ranks, once one has answered
 _LOOK_SECONDS = 0.01
 _AGAIN_SECONDS = 2.0  # between two looks whether the service answers again
+_MOVE_SECONDS = 3.0  # in which all go back to it, once one has
 _REFUSED_SECONDS = 20.0  # the same once it has refused
 
 
@@ -106,9 +107,9 @@ class MeetingPlaces:
             threading.Thread(target=self._look, name="service", daemon=True).start()  # names may take long to resolve
         return False
 
-    def return_if_it_answers(self) -> bool:
-        """Go back to the service that this rank was told of, if that answers again; return whether it does."""
-        if not self.answers_again():
+    def return_if_it_answers(self, it_does: bool) -> bool:
+        """Go back to the service that this rank was told of, if it is known to answer again; return whether it is."""
+        if not (it_does and self.away) and not self.answers_again():
             return False
         self._back()
         return True
@@ -148,7 +149,7 @@ class MeetingPlaces:
                     client.close()
                     there = place if client.elsewhere is None else place.at(client.elsewhere)
                     if there not in (self._now, self._told):
-                        self._go(there)
+                        self._go(there, "the others do not come to the rendezvous service")
                         return True
         return False
 
@@ -175,11 +176,9 @@ class MeetingPlaces:
                 return client
         return None
 
-    def _go(self, place: Endpoint) -> None:
+    def _go(self, place: Endpoint, why: str = "no answer from the rendezvous service") -> None:
         if place != self._now:
-            _log.warning(
-                "the rendezvous service at %s does not answer; the ranks meet at %s until it is back", self._now, place
-            )
+            _log.warning("%s at %s; the ranks meet at %s until it is back", why, self._now, place)
         self._now = place
         self._look_at = max(self._look_at, time.monotonic() + _AGAIN_SECONDS)
 
@@ -242,21 +241,27 @@ class Standby(threading.Thread):
     def run(self) -> None:
         while not self._ended.is_set():
             self._anew.clear()
+            self._until = float("inf")
             assert self._listener is not None
-            service = Service(
+            self._service = Service(
                 self._listener.dup(),
                 self._tls,
                 handlers={"moved": (Nothing, self._moved)},
                 roster=Roster(standby=True),
                 where=lambda: self.where(),
             )
-            service.run(lambda: self._ended.is_set() or self._anew.is_set())
+            self._service.run(self._is_over)
 
     def _moved(self, peer: Peer, request: Nothing) -> Answer:
-        """Begin anew, because a member of the group has gone back to the service."""
+        """Let all go back to the service, because a member of the group has."""
         if peer.stays:  # as those do that have joined
-            self._anew.set()
+            self._service.moves, self._until = True, min(self._until, time.monotonic() + _MOVE_SECONDS)
         return at_once()
+
+    def _is_over(self) -> bool:
+        """Return whether to end, or to begin anew: at another address, or once all have gone back."""
+        gone = self._service.moves and (self._service.idle or time.monotonic() > self._until)
+        return self._ended.is_set() or self._anew.is_set() or gone
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -132,6 +132,7 @@ class Service:
         told `where` the ranks meet, if not here.
         """
         self._files = files
+        self.moves = False  # whether the ranks go to another service, so that nothing is judged here any more
         self.port = int(listener.getsockname()[1])
         self._server = Server(listener, tls, self._handle, where)
         self._roster = roster or Roster(time.monotonic() + settle)
@@ -160,6 +161,11 @@ class Service:
         }
         self._handlers = {**(handlers or {}), **of_ranks}
 
+    @property
+    def idle(self) -> bool:
+        """Return whether nobody is connected."""
+        return self._server.idle
+
     def run(self, stop: Callable[[], bool]) -> None:
         """Serve until `stop` says so."""
         looked = time.monotonic()
@@ -171,8 +177,9 @@ class Service:
                     if now - looked > _AWAY_SECONDS:
                         self._roster.slept(now - looked, now)
                     looked, self._changed = now, False
-                    with self._roster.lock:
-                        self._announce(now)
+                    if not self.moves:
+                        with self._roster.lock:
+                            self._announce(now)
         finally:
             self._server.close()
 
@@ -258,7 +265,7 @@ class Service:
         held = [
             replace(one, own=True) if join == number else replace(one, probe=()) for join, one in self._held.items()
         ]
-        return replace(self._status, member=number in self._roster.running(), held=held)
+        return replace(self._status, member=number in self._roster.running(), held=held, moves=self.moves)
 
     def _ended(self, number: int) -> Ended | None:
         ended = self._endings.get(self._generation.get(number, 0))
