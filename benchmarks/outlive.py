@@ -44,8 +44,9 @@ class Round:
 class House:
     """Some devices that train together; used as a context manager, it ends them."""
 
-    def __init__(self, devices: int, folder: Path, options: list[str]) -> None:
-        """Let the first device begin a run, and the others join it."""
+    def __init__(self, devices: int, folder: Path, train: int | None = None) -> None:
+        """Let the first device begin a run, and the others join it, or as many of them that so many `train`."""
+        train = train or devices
         self._undo = ExitStack()
         self.networks = self._undo.enter_context(Networks(devices))
         self._folder = folder
@@ -53,10 +54,14 @@ class House:
         for name in ("HORIZONML_RENDEZVOUS", "GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE"):
             self._env.pop(name, None)
         self.processes: list[subprocess.Popen[bytes]] = []
-        up = ["up", "digits", "--workers", str(devices), "--set", "epochs=1000000", *options]
+        up = ["up", "digits", "--workers", str(train), "--set", "epochs=1000000"]
         self._start(0, [*up, "--set", "checkpoint.every_steps=1000000"])
-        for device in range(1, devices):
-            self._start(device, ["join", "--peer", self.networks.address_of(0), "--accept-data"])
+        for device in range(1, train):
+            self.join(device, self.networks.address_of(0))
+
+    def join(self, device: int, peer: str | None = None) -> None:
+        """Let a device join the run at another one, or look for it on its network."""
+        self._start(device, ["join", "--accept-data", *(["--peer", peer] if peer is not None else [])])
 
     def __enter__(self) -> House:
         return self
@@ -157,7 +162,7 @@ def main() -> None:
     rounds = list[Round]()
     with (
         tempfile.TemporaryDirectory() as scratch,
-        House(arguments.devices, arguments.folder or Path(scratch), []) as house,
+        House(arguments.devices, arguments.folder or Path(scratch)) as house,
     ):
         for number in range(arguments.rounds):
             one = one_round(house, arguments.devices)

@@ -48,8 +48,8 @@ class Endpoint:
     tls: ssl.SSLContext | None = None  # None if there is no token
 
     def __str__(self) -> str:
-        """Return it for people."""
-        return f"{self.host}:{self.port}"
+        """Return it as host:port."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def at(self, address: str) -> Endpoint:
         """Return the same at another address, host:port. Raises ValueError."""
@@ -76,7 +76,7 @@ class Client:
     def __init__(self, address: tuple[str, int], tls: ssl.SSLContext | None, connect_seconds: float = 5.0) -> None:
         """Connect, shake hands and say hello within so many seconds. Raises ServiceError."""
         self._asking = threading.Lock()
-        self._where = f"{address[0]}:{address[1]}"
+        self.address = f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
         self._received = bytearray()
         until = time.monotonic() + connect_seconds
         self._socket: socket.socket | None = None
@@ -109,7 +109,7 @@ class Client:
             self.clock_ahead = theirs - time.time() if isinstance(theirs, float) and 0 <= theirs < _MOST_TIME else None
         except ServiceRefuses as error:
             self._shut()
-            raise Unwanted(f"the service at {self._where} refuses: {error}") from error
+            raise Unwanted(f"the service at {self.address} refuses: {error}") from error
         except ServiceError as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise ServiceError(_MUTE) from None
@@ -161,7 +161,7 @@ class Client:
     def _broken(self, error: ssl.SSLError) -> ServiceError:
         """Return what becomes of a connection that could not be encrypted, or whose bytes were altered on the way."""
         if is_final(error):
-            return Unwanted(f"the service at {self._where} cannot be used: {explain_tls(error)}")
+            return Unwanted(f"the service at {self.address} cannot be used: {explain_tls(error)}")
         if isinstance(error, ssl.SSLEOFError):
             return ServiceError("the connection was cut off during the handshake")
         return ServiceError(explain_tls(error))
@@ -186,7 +186,7 @@ class Client:
             self._received += received
             if self._received[0] in TLS_RECORDS:
                 raise Unwanted(
-                    f"the service at {self._where} encrypts, and this process has no token; copy the token of the "
+                    f"the service at {self.address} encrypts, and this process has no token; copy the token of the "
                     "device that runs the service (`horizonml token` says where it is)"
                 )
             if len(self._received) > MOST_ANSWER:

@@ -17,7 +17,8 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 
 from horizonml.errors import RendezvousError
 from horizonml.machine.network import AddressProbe, listen
@@ -25,7 +26,7 @@ from horizonml.rendezvous.client import Client, Endpoint, ServiceError, Unwanted
 from horizonml.rendezvous.messages import Fingerprint, Nothing
 from horizonml.rendezvous.roster import Roster
 from horizonml.rendezvous.server import Answer, Peer
-from horizonml.rendezvous.service import Service, at_once
+from horizonml.rendezvous.service import Handlers, Service, at_once
 
 _log = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 0.75  # after which a service that does not answer is taken for gone
@@ -170,8 +171,14 @@ class MeetingPlaces:
     def _elsewhere(self) -> Client | None:
         """Return a connection to the first of the standbys that answers, and stay there."""
         for place in self._reached(self._standbys):
-            with suppress(ServiceError):
+            with suppress(ServiceError, ValueError):
                 client = place.connect(_TRY_SECONDS, False)
+                there = place if client.elsewhere is None else place.at(client.elsewhere)
+                if there not in (place, self._now, self._told):
+                    with suppress(ServiceError):
+                        other = there.connect(_TRY_SECONDS, False)
+                        client.close()
+                        client, place = other, there
                 self._go(place)
                 return client
         return None
@@ -206,13 +213,22 @@ class MeetingPlaces:
         return None if now == self._own() else str(now)
 
 
+@dataclass(frozen=True)
+class Lobby:
+    """What lets new devices come to a run of `horizonml up` at a standby."""
+
+    handlers: Callable[[Roster], Handlers]  # of what they ask
+    announce: Callable[[tuple[str, int]], AbstractContextManager[object]]  # that the run is at this address
+
+
 class Standby(threading.Thread):
     """The service that a rank keeps in reserve, for as long as its process lives."""
 
-    def __init__(self, tls: ssl.SSLContext | None) -> None:
-        """Protect connections as the service does."""
+    def __init__(self, tls: ssl.SSLContext | None, lobby: Lobby | None = None) -> None:
+        """Protect connections as the service does; where that one took in devices, the `lobby` does."""
         super().__init__(name="standby", daemon=True)
-        self._tls = tls
+        self._tls, self._lobby = tls, lobby
+        self._announced: threading.Event | None = None  # which takes the announcement back
         self.place: tuple[str, int] | None = None
         self.where: Callable[[], str | None] = lambda: None
         self._listener: socket.socket | None = None
@@ -221,6 +237,7 @@ class Standby(threading.Thread):
     def listen(self, address: str, port: int) -> int:
         """Listen at this rank's address, and return the port: this one, if it is free; 0 if that is impossible."""
         if self.place is None or self.place[0] != address:
+            before = self._listener
             try:
                 self._listener = _listen(address, port)
             except RendezvousError as error:
@@ -228,6 +245,8 @@ class Standby(threading.Thread):
                 return 0
             self.place = (address, int(self._listener.getsockname()[1]))
             self._anew.set()
+            if before is not None:
+                before.close()
             if not self.is_alive():
                 self.start()
         return self.place[1]
@@ -237,20 +256,25 @@ class Standby(threading.Thread):
         self._ended.set()
         if self.is_alive():
             self.join(1.0)
+        if self._listener is not None:
+            self._listener.close()
 
     def run(self) -> None:
         while not self._ended.is_set():
             self._anew.clear()
             self._until = float("inf")
             assert self._listener is not None
+            self._roster = Roster(standby=True)
+            handlers = self._lobby.handlers(self._roster) if self._lobby is not None else {}
             self._service = Service(
                 self._listener.dup(),
                 self._tls,
-                handlers={"moved": (Nothing, self._moved)},
-                roster=Roster(standby=True),
+                handlers={**handlers, "moved": (Nothing, self._moved)},
+                roster=self._roster,
                 where=lambda: self.where(),
             )
             self._service.run(self._is_over)
+        self._announce(False)
 
     def _moved(self, peer: Peer, request: Nothing) -> Answer:
         """Let all go back to the service, because a member of the group has."""
@@ -261,7 +285,25 @@ class Standby(threading.Thread):
     def _is_over(self) -> bool:
         """Return whether to end, or to begin anew: at another address, or once all have gone back."""
         gone = self._service.moves and (self._service.idle or time.monotonic() > self._until)
+        self._announce(bool(self._roster.running()) and not gone)
         return self._ended.is_set() or self._anew.is_set() or gone
+
+    def _announce(self, wanted: bool) -> None:
+        """Let new devices find this service as long as a group meets here."""
+        if self._lobby is None or self.place is None or wanted == (self._announced is not None):
+            return
+        if self._announced is not None:
+            self._announced.set()
+            self._announced = None
+            return
+        over = self._announced = threading.Event()
+        announce, place = self._lobby.announce, self.place
+
+        def work() -> None:
+            with announce(place):
+                over.wait()
+
+        threading.Thread(target=work, name="announcement", daemon=True).start()
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -118,10 +118,11 @@ class Roster:
         Raises Over if that group is over, and ValueError if it cannot be one of this run: the group that runs at this
         service goes on undisturbed.
         """
-        if number in self._members or any(m.fingerprint.same_process(fingerprint) for m in self._members.values()):
+        rank, generation = fingerprint.rank, fingerprint.generation
+        known = [one for one in self._members.values() if one.fingerprint.same_process(fingerprint)]
+        if number in self._members or (known and generation <= self.generation):
             return False
         self._check(number)
-        rank, generation = fingerprint.rank, fingerprint.generation
         stale = generation < self.generation or (generation == self.generation and self._newest.ended is not None)
         if stale or number in self._fenced:
             words = f"rank {rank} reports from generation {generation}, which is over"
@@ -459,6 +460,7 @@ class Roster:
         self._formed = {(one.machine, one.pid, one.rank) for one in (member.fingerprint for member in party.values())}
         self._since = {process: self._since.get(process, generation) for process in self._formed}
         self._completion.forget()
+        self._settled = min(self._settled, now)
         ranked = {member.fingerprint.rank: number for number, member in party.items()}
         joins = [ranked[rank] for rank in sorted(ranked)]
         for member in party.values():

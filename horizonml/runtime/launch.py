@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 
@@ -35,6 +35,9 @@ from horizonml.telemetry.record import Observer
 from horizonml.telemetry.sinks import check_packages
 from horizonml.text import count, human_bytes
 
+if TYPE_CHECKING:
+    from horizonml.rendezvous.places import Lobby
+
 _REPLACED_SECONDS = 30.0  # for the end of a pod whose job was replaced, which never comes if that is undone
 
 
@@ -45,6 +48,7 @@ def train_as_rank(
     metrics: tuple[str, int] | None,
     stay: bool,
     observer: Observer | None = None,
+    lobby: Lobby | None = None,
 ) -> Outcome:
     """Run one rank of a job, and return how its training ended. Raises HorizonError.
 
@@ -52,7 +56,8 @@ def train_as_rank(
     meets there, with a number that the service gives.
 
     `metrics` is the host and the port at which to serve its metrics. With `stay`, the rank goes on serving them until
-    SIGTERM once the job is done. The `observer` receives the records of steps and evaluations, on rank 0.
+    SIGTERM once the job is done. The `observer` receives the records of steps and evaluations, on rank 0. The `lobby`
+    lets new devices come to a run of `horizonml up` when its own service is gone.
     """
     sys.stdout = PatientStream(sys.stdout)
     check_strategy(job)
@@ -97,7 +102,7 @@ def train_as_rank(
             host, port = metrics
             server = MetricsServer(metered.registry, (host, port + local_rank(os.environ)), lambda: metered.unready)
         # The launcher ends all ranks when one is lost; elsewhere something will restart the lost rank.
-        worker = Worker(job, identity, endpoint, metered, stop, observer, settings)
+        worker = Worker(job, identity, endpoint, metered, stop, observer, settings, lobby)
         outcome = worker.run(fresh, rejoin=TOGETHER not in os.environ)
         prefix = f"rank {identity.rank}: " if identity.rank else ""
         print(prefix + _farewell(job, outcome, worker.newest_checkpoint, worker.step), flush=True)

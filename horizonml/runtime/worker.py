@@ -32,7 +32,7 @@ from horizonml.rendezvous.messages import (
     Fingerprint,
     Lost,
 )
-from horizonml.rendezvous.places import MeetingPlaces, Standby
+from horizonml.rendezvous.places import Lobby, MeetingPlaces, Standby
 from horizonml.runtime.agreement import prepare
 from horizonml.runtime.checks import use_device
 from horizonml.runtime.command import job_files, tls_of, token_of_rank
@@ -229,11 +229,14 @@ class Worker:
         stop: StopRequest,
         observer: Observer | None = None,
         settings: RendezvousSettings | None = None,
+        lobby: Lobby | None = None,
     ) -> None:
         """`endpoint` is the rendezvous service's; None for a world of one. Rank 0 hands its records to `observer`.
 
-        The rank joins with these `settings`, by default those of a job whose number of workers stays as it is.
+        The rank joins with these `settings`, by default those of a job whose number of workers stays as it is. Where
+        new devices may come to the run, the `lobby` takes them in when the service is gone.
         """
+        self._lobby = lobby
         self._settings = settings or settings_for(job)
         self._observer = observer
         self._job, self._identity, self._endpoint = job, identity, endpoint
@@ -299,7 +302,9 @@ class Worker:
         membership, fruitless = None, 0
         settings = self._settings
         # Ranks that end with each other need no service that outlives theirs.
-        places = self._places = MeetingPlaces(self._endpoint, Standby(tls_of(token_of_rank())) if rejoin else None)
+        places = self._places = MeetingPlaces(
+            self._endpoint, Standby(tls_of(token_of_rank()), self._lobby) if rejoin else None
+        )
         while not self._stop.wanted:
             before = life.steps
             old = membership

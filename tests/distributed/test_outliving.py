@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.outlive import House, one_round
 from horizonml.telemetry.log import read_lines
 from tests.distributed.processes import Service, rank_process, steps, wait_for
+from tests.programs import need_networks
 
 pytestmark = pytest.mark.slow
 
@@ -81,3 +84,23 @@ def test_ranks_outlive_the_service_and_the_first_rank_and_go_back_when_it_is_the
     assert "Traceback" not in "".join(outputs)
     again.terminate()
     again.communicate(timeout=10)
+
+
+def test_the_machine_of_up_is_unplugged_and_then_switched_off_and_devices_still_come(tmp_path: Path) -> None:
+    need_networks()
+    with House(5, tmp_path, train=3) as house:
+        first = one_round(house, 3)
+        assert first.repeated == 0
+        os.killpg(house.processes[0].pid, signal.SIGKILL)
+        assert house.processes.pop(0).wait() == -signal.SIGKILL
+        house.wait_for(lambda: all(house.size(device) == 2 for device in (1, 2)), "a group of two")
+        # One device is told of another that trains, and one looks for the run on its network.
+        house.join(3, house.networks.address_of(2))
+        house.wait_for(lambda: all(house.size(device) == 3 for device in (1, 2, 3)), "a group of three")
+        house.join(4)
+        house.wait_for(lambda: all(house.size(device) == 4 for device in (1, 2, 3, 4)), "a group of four")
+        before = len(house.steps(1))
+        house.wait_for(lambda: len(house.steps(1)) > before + 5, "steps of four")
+        done = [int(one["step"]) for one in house.steps(1)]
+        assert len(done) == len(set(done))
+    assert "Traceback" not in "".join(path.read_text() for path in tmp_path.glob("*/log"))

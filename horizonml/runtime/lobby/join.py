@@ -14,11 +14,12 @@ from horizonml.files import scratch_folder
 from horizonml.job.schema import Job
 from horizonml.machine.host import NAME
 from horizonml.machine.signals import StopRequest
-from horizonml.rendezvous.client import Client, ServiceError
+from horizonml.rendezvous.client import Client, Endpoint, ServiceError
 from horizonml.rendezvous.device_messages import (
     DeviceBeat,
     DeviceInfo,
     DeviceState,
+    JobOffer,
     Phase,
     RunOutcome,
     RunStatus,
@@ -60,6 +61,7 @@ class JoinSession:
         self._settings, self._stop, self._heartbeat, self._address = settings, stop, heartbeat, address
         self._where = printable(name, 63)
         self._child: Child | None = None
+        self._offer: JobOffer | None = None
         self._said = ""
 
     def run(self) -> Ending:
@@ -73,6 +75,7 @@ class JoinSession:
             try:
                 preparation = JoinPreparation(self._settings, self._stop, self._heartbeat, self._where)
                 job, lineage = preparation.job()
+                self._offer = preparation.offer
                 job = preparation.with_data(job)
                 file = scratch / "job.yaml"
                 file.write_text(job_text(job))
@@ -145,7 +148,7 @@ class JoinSession:
         env = {"RANK": str(status.rank), "WORLD_SIZE": str(status.world_size), "HORIZONML_RENDEZVOUS": self._address}
         progress, name = Progress(job.run_folder, status.rank), self._settings.name
         env |= confinement(self._address, self._settings.allow_code) | ({NAME: name} if name else {})
-        self._child.begin(env | secret(self._settings.token))
+        self._child.begin(env | secret(self._settings.token), self._offer)
         self._heartbeat.say(DeviceState.TRAINING, rank=status.rank)
         began = count(status.world_size or 0, "device")
         late = (
@@ -285,11 +288,11 @@ class Joiner:
         token, problem = self._settings.token, ServiceError("it has no address")
         for host in place.hosts:
             try:
-                client = Client((host, place.port), client_context(token) if token is not None else None)
+                client = Endpoint(host, place.port, client_context(token) if token is not None else None).connect()
             except ServiceError as error:
                 problem = error
             else:
-                self._reached = f"[{host}]:{place.port}" if ":" in host else f"{host}:{place.port}"
+                self._reached = client.address
                 self._compare_clocks(client)
                 return client
         raise problem

@@ -288,11 +288,12 @@ class JoinPreparation:
     def __init__(self, settings: JoinSettings, stop: StopRequest, heartbeat: DeviceHeartbeat, where: str) -> None:
         self._settings, self._stop, self._heartbeat, self._where = settings, stop, heartbeat, where
         self._shared = False  # whether the data can be fetched
+        self.offer: JobOffer | None = None
 
     def job(self) -> tuple[Job, str]:
         """Return the job as this device runs it, and the lineage of the training. Raises JobError, ServiceError."""
         try:
-            offer = read(JobOffer, self._heartbeat.ask(fields_of(Nothing(), "job")))
+            offer = self.offer = read(JobOffer, self._heartbeat.ask(fields_of(Nothing(), "job")))
         except ValueError as error:
             raise JobError(f"{self._where} sends no job: {error}") from None
         self._shared = offer.shared

@@ -18,15 +18,24 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from horizonml.machine.code import python_module
 from horizonml.machine.network import METRICS, metrics_address
 from horizonml.machine.signals import LAUNCHER, launcher_name
+from horizonml.rendezvous.device_messages import JobOffer, Phase
+from horizonml.rendezvous.wire import read
 from horizonml.runtime.forkserver import start
 from horizonml.runtime.process import ENDING, TOLD_ABOVE, run_and_exit, why_it_failed
 from horizonml.security.token import INSECURE, TOKEN, Token
+
+if TYPE_CHECKING:
+    from horizonml.job.schema import Job
+    from horizonml.rendezvous.places import Lobby
+    from horizonml.rendezvous.roster import Roster
+    from horizonml.rendezvous.service import Handlers
 
 STOP_SECONDS = 60.0  # for a rank that was asked to stop, to finish its step and save
 _GRACE_SECONDS = 3.0  # for one that has no rank yet
@@ -65,10 +74,10 @@ class Child:
         self._reader.start()
         self._order({"job": str(job), "fresh": fresh, "joins": joins, "ready": ready})
 
-    def begin(self, env: Mapping[str, str]) -> None:
-        """Let it train, as the environment says."""
+    def begin(self, env: Mapping[str, str], offer: JobOffer | None = None) -> None:
+        """Let it train, as the environment says; new devices may come to it for the job that it was offered."""
         self.began = time.monotonic()
-        self._order({"env": dict(env)})
+        self._order({"env": dict(env), "offer": asdict(offer) if offer is not None else None})
 
     @property
     def loaded(self) -> bool:
@@ -200,7 +209,31 @@ def main() -> None:
 
     identity = identify(os.environ, job.parallel.max_workers)
     assert identity is not None
-    train_as_rank(job, identity, first["fresh"], metrics, stay=False)
+    offer = read(JobOffer, second["offer"]) if second["offer"] is not None else None
+    lobby = _lobby(offer, job, identity.world_size) if offer is not None else None
+    train_as_rank(job, identity, first["fresh"], metrics, stay=False, lobby=lobby)
+
+
+def _lobby(offer: JobOffer, job: Job, world_size: int) -> Lobby:
+    """Return what lets new devices come to a run when the device that has offered it is gone."""
+    from horizonml.rendezvous.devices import Devices
+    from horizonml.rendezvous.discovery.service import Announcement
+    from horizonml.rendezvous.places import Lobby
+    from horizonml.runtime.command import token_of_rank
+
+    token, most = token_of_rank(), job.parallel.max_workers or world_size
+
+    def handlers(roster: Roster) -> Handlers:
+        devices = Devices(
+            offer.job, offer.name, job.digest(), offer.lineage, most, False,
+            run=offer.run, phase=Phase.STARTED, world_size=world_size, roster=roster,
+        )  # fmt: skip
+        return devices.handlers()
+
+    def announce(place: tuple[str, int]) -> Announcement:
+        return Announcement(place[1], token.id if token is not None else "", offer.name, host=place[0])
+
+    return Lobby(handlers, announce)
 
 
 def _order() -> dict[str, Any] | None:
