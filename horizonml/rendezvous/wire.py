@@ -225,7 +225,7 @@ def _one_of(kind: type[StrEnum]) -> Reader:
     return read_one_of
 
 
-PROTOCOL = 2
+PROTOCOL = 3
 TLS_RECORDS = (0x15, 0x16)  # the first byte of an alert, and of a handshake: no JSON begins like this
 TLS_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # fatal: this version of the protocol is not spoken here
 

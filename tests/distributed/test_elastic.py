@@ -11,6 +11,8 @@ import pytest
 from tests.distributed.processes import steps, wait_for
 from tests.distributed.test_recovery import OPTIONS, runs
 
+pytestmark = pytest.mark.slow
+
 
 class Pods:
     """The service and the workers of a job, which are started with the same files."""
@@ -107,7 +109,6 @@ def test_workers_come_and_go_without_a_restart_until_another_job_replaces_theirs
     assert "Traceback" not in "".join([*outputs, *said])
 
 
-@pytest.mark.slow
 def test_workers_whose_job_was_replaced_train_again_when_that_is_undone(
     folder: Path, start: Callable[..., subprocess.Popen[str]], free_port: int
 ) -> None:
