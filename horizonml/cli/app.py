@@ -14,6 +14,7 @@ from typer.core import TyperArgument, TyperGroup
 
 from horizonml import __version__
 from horizonml.cli.bench import app as bench
+from horizonml.cli.checkpoints import checkpoints
 from horizonml.cli.cluster import app as cluster
 from horizonml.cli.export import evaluate, export, generate, predict
 from horizonml.cli.plan import plan, profile, simulate, what_if
@@ -28,7 +29,7 @@ _GROUPS = {
     "Train": "train init validate plan",
     "Devices": "up join token rendezvous cluster",
     "Watch": "watch report bench",
-    "Use": "evaluate predict generate export",
+    "Use": "evaluate predict generate export checkpoints",
 }
 
 
@@ -76,7 +77,9 @@ def _renamed(name: str, function: Callable[..., None], now: str) -> None:
     app.command(name, hidden=True)(renamed)
 
 
-for command in (train, init, validate, plan, up, join, token, watch, report, evaluate, predict, generate, export):
+for command in (
+    train, init, validate, plan, up, join, token, watch, report, evaluate, predict, generate, export, checkpoints,
+):  # fmt: skip
     app.command()(command)
 # What comes after a command to start belongs to that command.
 app.command(context_settings={"allow_interspersed_args": False})(rendezvous)

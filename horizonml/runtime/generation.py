@@ -117,6 +117,12 @@ class Generation:
             folder, compatible = job.run_folder / "checkpoints", compatible_with(job, info, model)
             given = folder, group, job.checkpoint.keep, compatible, self.names, self.number
             checkpoints = Checkpoints(*given, arrival, seen)
+            if job.checkpoint.copy_to is not None and group.rank == 0:  # whose disk has all shards
+                from horizonml.state.backup import Backup
+
+                spec = job.checkpoint
+                life.backup = life.backup or Backup(job.checkpoint.copy_to, spec.copies, spec.keep_best is not None)
+                checkpoints.on_saved = life.backup.add
         if found is not None and (anew or not is_older_than_disk(life, found.step, checkpoints, self.say)):
             copies = [one.copies for one in told]
             source, followers = recover(life, info, found, course.plan, group, self.started_as, copies, self.say)

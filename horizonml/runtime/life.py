@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.data.workers import Processes, Workers, workers_for
@@ -22,6 +23,9 @@ from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.recorder import Outage
 from horizonml.telemetry.sinks import Feeds
+
+if TYPE_CHECKING:
+    from horizonml.state.backup import Backup
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Life:
     fresh: bool  # whether the run is to start over
     lifeline: Lifeline
     feeds: Feeds
+    backup: Backup | None = None
     idle: int = field(default_factory=rss_bytes)  # bytes of this process before it has a model
     taken: int | None = None  # bytes of this process before it has layers
     state: TrainState | None = None
@@ -101,5 +106,7 @@ class Life:
         """End what lives as long as the process."""
         if self.workers is not None:
             self.workers.close()
+        if self.backup is not None:
+            self.backup.close(self.stop.wanted)
         self.lifeline.end()
         self.feeds.close()

@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from horizonml.state.disks import DiskProbe, Snapshot, Token, find_disks, take
 from horizonml.state.resume import Resumption
 from horizonml.state.runfolder import Fence, Term
 from horizonml.state.saver import Background, Saver, clean
-from horizonml.state.shards import Metadata, is_folder_name, step_of, steps
+from horizonml.state.shards import Metadata, folder_name, is_folder_name, step_of, steps
 from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -106,6 +106,7 @@ class Checkpoints:
         self._saver = Saver(folder, group, self._disks, self._fence, keep, compatible, places)
         self._resumption = Resumption(folder, group, self._disks, compatible, places)
         self._background = Background(group, "checkpoints", _SLOWEST_DISK)
+        self.on_saved: Callable[[Path], object] = lambda path: None  # is told of each checkpoint that is saved
         self._results: deque[Saved] = deque()
         self._told: set[str] = set()  # the warnings that are given once
         self._causes: list[str] = []  # of the last failure, as they were told
@@ -234,6 +235,7 @@ class Checkpoints:
         causes = [re.sub(r"step-\d+[\w-]*", "step", problem) for problem in saved.problems]
         if not causes:
             self.newest = saved.step
+            self.on_saved(self._folder / folder_name(saved.step))
             if self._causes:
                 _log.warning("checkpoints are saved again: that of step %d is", saved.step)
         elif causes != self._causes:

@@ -335,11 +335,12 @@ def superfluous(folder: Path, step: int, keep: int, keeps_best: bool) -> list[Pa
     best one before it is kept.
     """
     there = [path for path in steps(folder) if step_of(path) <= step]
-    best = next((path for path in there if _was_best(path)), None) if keeps_best else None
+    best = next((path for path in there if was_best(path)), None) if keeps_best else None
     return [path for path in there[keep:] if path != best]
 
 
-def _was_best(path: Path) -> bool:
+def was_best(path: Path) -> bool:
+    """Return whether a checkpoint was the best one of its training when it was saved."""
     try:
         best = read_metadata(path).best.get(KEPT)
     except CheckpointError:
@@ -356,7 +357,7 @@ def find_best(path: Path) -> tuple[Path, Metadata]:
         path = path.parent
     for folder in (path, path / "checkpoints"):
         for step in steps(folder):
-            if _was_best(step):
+            if was_best(step):
                 metadata = read_metadata(step)
                 verify(step, metadata)
                 return step, metadata

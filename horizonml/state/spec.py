@@ -101,6 +101,14 @@ class CheckpointSpec(Spec):
         "no copy is needed.",
     )
 
+    copy_to: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder or URL to which checkpoints are copied in the background, such as /mnt/nas/run or "
+        "s3://bucket/run (which needs s3fs); the device with rank 0 copies (default: nowhere).",
+    )
+    copies: int = Field(3, ge=1, description="Number of newest copies to keep there; the best one is kept, too.")
+
     @model_validator(mode="after")
     def _best_is_saved(self) -> CheckpointSpec:
         if self.keep_best is not None and not self.enabled:

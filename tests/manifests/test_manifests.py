@@ -335,8 +335,8 @@ OTHER_JOB = part("worker", "other")
 def test_policies_let_through_what_is_needed_and_nothing_else(overlay: str) -> None:
     documents = render(ROOT / "k8s" / overlay)
     needed = {
-        ("RANK", "SERVICE", 29400), ("RANK", "RANK", 29401), ("PROMETHEUS", "RANK", 9400), ("RANK", "DNS", 53),
-        ("RANK", "CACHE", 53),
+        ("RANK", "SERVICE", 29400), ("RANK", "RANK", 29400), ("RANK", "RANK", 29401), ("PROMETHEUS", "RANK", 9400),
+        ("RANK", "DNS", 53), ("RANK", "CACHE", 53),
     }  # fmt: skip
     names = ["RANK", "SERVICE", "STRANGER", "OTHER_JOB", "DISGUISED", "PROMETHEUS", "ELSEWHERE", "DNS", "CACHE",
              "INTERNET", "METADATA", "ROUTER"]  # fmt: skip
