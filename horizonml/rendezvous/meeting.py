@@ -200,7 +200,7 @@ class _Meeting:
         number, own, membership = secrets.randbits(62), self._fingerprint(), None
         try:
             client.ask(fields_of(Join(number, own), "join"), _ANSWER_SECONDS)
-            with closing(_Links()) as links, closing(_Dead(self.before)) as dead:
+            with closing(_Links()) as links, closing(_Dead(self.before, self.identity.world_size)) as dead:
                 membership = self._wait(links, dead, client, number, own)
             return membership
         except ServiceRefuses as error:
@@ -219,11 +219,11 @@ class _Meeting:
 
         Raises RendezvousError, JobComplete, JobReplaced, Cancelled, ServiceError and ValueError.
         """
-        reminder, missing, waiting_for, beats = _Reminder(self.observer), None, "", 0
+        reminder, missing, waiting_for, beats, status = _Reminder(self.observer), None, "", 0, GroupStatus()
         withdrawn, asked, moves, follow_at = None, False, False, time.monotonic() + _FOLLOW_SECONDS
         while True:
             beats += 1
-            beat = fields_of(Beat(beats, links.work(), True, _HOLD_SECONDS, dead.ranks()), "beat")
+            beat = fields_of(Beat(beats, links.work(), True, _HOLD_SECONDS, dead.ranks(status)), "beat")
             answer = read(BeatAnswer, client.ask(beat, _ANSWER_SECONDS))
             verdict, status = answer.verdict, answer.status
             if verdict is not None:
@@ -330,18 +330,22 @@ class _Links:
 class _Dead:
     """Finds out which members of the last group are certain to be dead: their machines answer, but they do not."""
 
-    def __init__(self, before: Membership | None) -> None:
+    def __init__(self, before: Membership | None, world_size: int) -> None:
+        self._world_size = world_size
         trained = before.trained.members if before is not None else ()
         self._ranks = {(one.address, one.standby_port): one.rank for one in trained if one.standby_port}
         self._probe: AddressProbe | None = None
         self._found: frozenset[int] = frozenset()
         self._until = 0.0
 
-    def ranks(self) -> tuple[int, ...]:
-        """Return them, as far as they are known; never waits."""
-        if time.monotonic() > self._until and self._ranks:
+    def ranks(self, status: GroupStatus) -> tuple[int, ...]:
+        """Return them, as far as they are known, and look at those who are missing; never waits."""
+        if time.monotonic() > self._until and status.short:
             self.close()
-            self._probe, self._until = AddressProbe(self._ranks), time.monotonic() + _PROBE_SECONDS
+            # Of those beyond the first world nobody says who is missing.
+            there = set(range(self._world_size)) - set(status.missing)
+            looked_at = [address for address, rank in self._ranks.items() if rank not in there]
+            self._probe, self._until = AddressProbe(looked_at), time.monotonic() + _PROBE_SECONDS
         if self._probe is not None:
             self._probe.look()
             answered = self._probe.addresses - self._probe.silent

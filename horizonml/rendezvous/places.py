@@ -16,7 +16,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
@@ -34,9 +34,12 @@ _TRY_SECONDS = 0.75  # for a connection, once there are other places
 _REACH_SECONDS = 0.5  # for standbys to answer
 _AFTER_FIRST_SECONDS = 0.1  # for those of lower ranks, once one has answered
 _LOOK_SECONDS = 0.01
-_AGAIN_SECONDS = 2.0  # between two looks whether the service answers again
+_AT_ONCE = 8  # standbys that are tried at the same time
+_AGAIN_SECONDS, _REFUSED_SECONDS = (
+    2.0,
+    20.0,
+)  # between two looks whether the service answers again: usually, and once it has refused
 _MOVE_SECONDS = 3.0  # in which all go back to it, once one has
-_REFUSED_SECONDS = 20.0  # the same once it has refused
 
 
 class MeetingPlaces:
@@ -46,7 +49,7 @@ class MeetingPlaces:
         """Begin at the service that this rank was told of; `standby` is this rank's own."""
         self.standby = standby
         self.returned = False  # whether this rank was elsewhere meanwhile
-        self._told = self._now = endpoint
+        self.told = self.now = endpoint  # where it was told to meet the others, and where it does
         self._standbys: list[Endpoint] = []
         self._lost_since: float | None = None
         self._lock = threading.Lock()
@@ -56,26 +59,16 @@ class MeetingPlaces:
 
     def __str__(self) -> str:
         """Return for people the service at which this rank meets the others now."""
-        return str(self._now)
-
-    @property
-    def now(self) -> Endpoint:
-        """Return the service at which this rank meets the others now."""
-        return self._now
-
-    @property
-    def told(self) -> Endpoint:
-        """Return the service that this rank was told of."""
-        return self._told
+        return str(self.now)
 
     @property
     def away(self) -> bool:
         """Return whether this is not the service that this rank was told of."""
-        return self._now is not self._told
+        return self.now is not self.told
 
     def know(self, members: Sequence[Fingerprint]) -> None:
         """Take note of the members of a group, in the order of ranks."""
-        tls = self._told.tls
+        tls = self.told.tls
         with self._lock:
             self._standbys = [Endpoint(one.address, one.standby_port, tls) for one in members if one.standby_port]
 
@@ -84,7 +77,7 @@ class MeetingPlaces:
         with self._lock:
             begin = time.monotonic()
             try:
-                client = self._now.connect(min(seconds, _TRY_SECONDS) if self._standbys else seconds, not self.away)
+                client = self.now.connect(min(seconds, _TRY_SECONDS) if self._standbys else seconds, not self.away)
             except ServiceError as error:
                 if isinstance(error, Unwanted) and not self.away:
                     raise
@@ -118,14 +111,14 @@ class MeetingPlaces:
     def go_back(self, report: Callable[[Client], object]) -> bool:
         """Go back to the service that this rank was told of, if `report` does not raise ServiceError there."""
         try:
-            client = self._told.connect(_TRY_SECONDS)
+            client = self.told.connect(_TRY_SECONDS)
             try:
                 report(client)
             finally:
                 client.close()
         except ServiceError as error:
             self._look_at = time.monotonic() + _REFUSED_SECONDS
-            _log.info("the rendezvous service at %s is no use yet: %s", self._told, error)
+            _log.info("the rendezvous service at %s is no use yet: %s", self.told, error)
             return False
         self._back()
         return True
@@ -149,14 +142,14 @@ class MeetingPlaces:
                     client = place.connect(_TRY_SECONDS, False)
                     client.close()
                     there = place if client.elsewhere is None else place.at(client.elsewhere)
-                    if there not in (self._now, self._told):
+                    if there not in (self.now, self.told):
                         self._go(there, "the others do not come to the rendezvous service")
                         return True
         return False
 
     def _back(self) -> None:
         with self._lock:
-            self._now, self._lost_since, self.returned = self._told, None, True
+            self.now, self._lost_since, self.returned = self.told, None, True
 
     def close(self) -> None:
         """End this rank's standby."""
@@ -165,7 +158,7 @@ class MeetingPlaces:
 
     def _look(self) -> None:
         with suppress(ServiceError):
-            self._told.connect(_TRY_SECONDS).close()
+            self.told.connect(_TRY_SECONDS).close()
             self._answers = True
 
     def _elsewhere(self) -> Client | None:
@@ -174,7 +167,7 @@ class MeetingPlaces:
             with suppress(ServiceError, ValueError):
                 client = place.connect(_TRY_SECONDS, False)
                 there = place if client.elsewhere is None else place.at(client.elsewhere)
-                if there not in (place, self._now, self._told):
+                if there not in (place, self.now, self.told):
                     with suppress(ServiceError):
                         other = there.connect(_TRY_SECONDS, False)
                         client.close()
@@ -184,13 +177,17 @@ class MeetingPlaces:
         return None
 
     def _go(self, place: Endpoint, why: str = "no answer from the rendezvous service") -> None:
-        if place != self._now:
-            _log.warning("%s at %s; the ranks meet at %s until it is back", why, self._now, place)
-        self._now = place
+        if place != self.now:
+            _log.warning("%s at %s; the ranks meet at %s until it is back", why, self.now, place)
+        self.now = place
         self._look_at = max(self._look_at, time.monotonic() + _AGAIN_SECONDS)
 
-    def _reached(self, places: Sequence[Endpoint]) -> list[Endpoint]:
-        """Return those that accept a connection; those of lower ranks come first."""
+    def _reached(self, places: Sequence[Endpoint]) -> Iterator[Endpoint]:
+        """Yield those that accept a connection; those of lower ranks come first."""
+        for start in range(0, len(places), _AT_ONCE):
+            yield from self._reached_of(places[start : start + _AT_ONCE])
+
+    def _reached_of(self, places: Sequence[Endpoint]) -> list[Endpoint]:
         probe = AddressProbe([(one.host, one.port) for one in places])
         until = time.monotonic() + _REACH_SECONDS
         try:
@@ -205,11 +202,11 @@ class MeetingPlaces:
 
     def _own(self) -> Endpoint | None:
         standby = self.standby
-        return Endpoint(*standby.place, self._told.tls) if standby is not None and standby.place is not None else None
+        return Endpoint(*standby.place, self.told.tls) if standby is not None and standby.place is not None else None
 
     def _where(self) -> str | None:
         """Return where newcomers find the others, if not at this rank's own standby."""
-        now = self._now
+        now = self.now
         return None if now == self._own() else str(now)
 
 
