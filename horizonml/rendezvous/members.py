@@ -188,10 +188,11 @@ def _short_of_next(party: Members, last: int, newest: NewestGeneration, now: flo
             f"(parallel.min_workers); waiting for rank {_listed(gone)} to join"
         )
     seen = known and newest.here
-    if not seen and len(party) >= max(one.world_size, one.trained_size):
+    whole = ranks_of(party).issuperset(range(one.world_size)) and len(party) >= one.trained_size
+    if whole and not seen:
         return None
-    dead = frozenset[int]().union(*(member.dead for member in party.values()))
-    if not _is_enough(party, dead, newest):
+    dead = _certainly_dead(party)
+    if not (whole or _is_enough(party, dead, newest)):
         return f"fewer than half of the group before are here; waiting for rank {_listed(gone - dead)} to join"
     gone = gone if one.replace_timeout else gone - dead
     if not gone or len(party) >= one.group_size:
@@ -202,21 +203,34 @@ def _short_of_next(party: Members, last: int, newest: NewestGeneration, now: flo
     return f"waiting for rank {_listed(gone)} to be replaced, for {left:.0f} s at most" if left > 0 else None
 
 
+def _of_last_group(party: Members) -> list[Member]:
+    """Return those who were in the last group whose ranks had all connected, or in the last one if none had."""
+    base = max((member.fingerprint.trained, member.fingerprint.generation) for member in party.values())
+    number = base[0] or base[1]
+    return [m for m in party.values() if number == (m.fingerprint.trained if base[0] else m.fingerprint.generation)]
+
+
+def _certainly_dead(party: Members) -> frozenset[int]:
+    """Return the members of that group whose machines say that their processes are gone."""
+    there = _of_last_group(party)
+    return frozenset[int]().union(*(member.dead for member in there)) - {one.fingerprint.rank for one in there}
+
+
 def _is_enough(party: Members, dead: frozenset[int], newest: NewestGeneration) -> bool:
     """Return whether a party is enough of the last group whose ranks had all connected to go on without the rest.
 
-    Those who are certain to be gone do not count. Of the others it takes more than half, or half of them at the service
-    that has formed the group, which no other part of it can claim.
+    It takes more than half of them, or half of them at the service that has formed the group, which no other part of
+    it can claim. Those who have left with a word do not count. That a process is dead does not say where it was when it
+    died, perhaps in a later group, so it counts only where all the others are here or dead.
     """
-    base = max(member.fingerprint.trained for member in party.values())
-    there = [member.fingerprint for member in party.values() if member.fingerprint.trained == base]
-    size = there[0].trained_size
-    if base == 0:  # no group has connected yet
-        base = max(member.fingerprint.generation for member in party.values())
-        there = [member.fingerprint for member in party.values() if member.fingerprint.generation == base]
-        size = there[0].group_size
-    left = size - len((dead | newest.gone_of(base)) - {one.rank for one in there})
-    return 2 * len(there) >= left if newest.formed_here(base) else 2 * len(there) > left
+    there = _of_last_group(party)
+    one = there[0].fingerprint
+    base, size = (one.trained, one.trained_size) if one.trained else (one.generation, one.group_size)
+    left = newest.left_of(base) - {member.fingerprint.rank for member in there}
+    living = size - len(left)
+    if living - len(there) <= len(dead - left):
+        return True
+    return 2 * len(there) >= living if newest.formed_here(base) else 2 * len(there) > living
 
 
 def _listed(ranks: Iterable[int], most: int = 20) -> str:
@@ -269,12 +283,12 @@ class NewestGeneration:
         return generation in self._formed
 
     def left(self, rank: int) -> None:
-        """Take note that a member is certain to be gone, or to obey this service, which goes on without it."""
+        """Take note that a member has ended, so that it is in no other group."""
         if self.number in self._formed:
             self._formed[self.number][1].add(rank)
 
-    def gone_of(self, generation: int) -> frozenset[int]:
-        """Return the members of a generation that was formed here which are certain to be gone since then."""
+    def left_of(self, generation: int) -> frozenset[int]:
+        """Return the members of a generation that was formed here which have ended since then, as they have said."""
         later = [gone for number, (_, gone) in self._formed.items() if number >= generation]
         return (
             self._formed[generation][0] & set().union(*later) if later and generation in self._formed else frozenset()
@@ -286,9 +300,6 @@ class NewestGeneration:
 
     def end(self, reason: str, lost: Iterable[Lost], now: float) -> Ended:
         """Declare it over, or add to whom it has lost."""
-        for one in lost:
-            if not one.silent:
-                self.left(one.rank)
         if self.ended is None:
             self.ended = Ended(reason, tuple(lost))
         else:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import ip_address
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from horizonml.rendezvous.wire import (
     MOST_RANKS,
@@ -40,14 +40,13 @@ JoinNumber = Annotated[int, whole(0, (1 << 63) - 1)]  # names a join; drawn at r
 Generation = Annotated[int, whole(0, MOST_GENERATION)]
 Ranks = Annotated[Sequence[int], listed(MOST_RANKS, whole(0, MOST_RANKS - 1), "ranks")]
 
-GroupKey = tuple[int, str, str, str, str]
+GroupKey = tuple[int, str, str, str]
 
 
 @dataclass(frozen=True)
 class Fingerprint:
     """What a rank says of itself when it joins."""
 
-    complete: ClassVar[bool] = True  # what it leaves out is refused, and never taken for the default
     rank: Rank
     world_size: WorldSize
     job: Name
@@ -82,7 +81,7 @@ class Fingerprint:
     @property
     def group_key(self) -> GroupKey:
         """Return what the ranks of one group have in common."""
-        return self.world_size, self.job, self.digest, self.code, self.torch
+        return self.world_size, self.job, self.digest, self.torch
 
     def same_process(self, other: Fingerprint) -> bool:
         """Return whether both came from the same process."""
@@ -103,7 +102,6 @@ _DIFFERENCES = {
     "job": ("job {}", "start all ranks with the same job file"),
     "world_size": ("world size {}", "start all ranks with the same WORLD_SIZE"),
     "digest": ("job digest {}", "start all ranks with the same job file and the same --set options"),
-    "code": ("HorizonML {}", "install the same version everywhere"),
     "torch": ("PyTorch {}", "install the same version everywhere"),
 }
 

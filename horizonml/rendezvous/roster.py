@@ -418,8 +418,7 @@ class Roster:
                 self._lose(number, now)
         late = self._newest.overdue(now)
         if late and not self._newest.closed:
-            waited = STANDBY_SECONDS if self._standby else REPORT_SECONDS
-            lost = [Lost(rank, "", "has not reported to the rendezvous service", waited) for rank in late]
+            lost = [Lost(rank, "", "has not reported to the rendezvous service", 0.0) for rank in late]
             self._end("; ".join(map(str, lost)), lost, now)
 
     def _lose(self, number: int, now: float) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import logging
 import socket
 import ssl
@@ -32,6 +33,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from horizonml import __version__
 from horizonml.rendezvous.members import Complete, Formed, Refused
 from horizonml.rendezvous.messages import (
     MOST_KEY,
@@ -59,6 +61,7 @@ from horizonml.rendezvous.roster import Over, Roster
 from horizonml.rendezvous.roster import Verdict as Judgement
 from horizonml.rendezvous.server import Answer, Peer, Server
 from horizonml.rendezvous.wire import MOST_ANSWER, Fields, fields_of, read
+from horizonml.text import printable
 
 MOST_VALUE = 190_000  # bytes, which fit a request in base64
 _MOST_BYTES = 16 << 20  # of one rank's keys and values
@@ -96,6 +99,8 @@ class Keys:
 
 
 _log = logging.getLogger(__name__)
+_FIELDS = {one.name for one in dataclasses.fields(Fingerprint)}
+_MOST_RELEASES = 16  # that are named
 _LOOK_SECONDS = 0.25  # how often it is looked at who is silent
 _TURN_SECONDS = 0.05
 _AWAY_SECONDS = 1.0  # between two looks: the service was stopped, or its machine asleep, and no rank was silent
@@ -137,6 +142,7 @@ class Service:
         self._server = Server(listener, tls, self._handle, where)
         self._roster = roster or Roster(time.monotonic() + settle)
         self._over = 0  # the generation whose end was logged last
+        self._releases = set[str]()  # with whose ranks not everything is shared
         self._status, self._held = GroupStatus(), dict[int, HeldBack]()
         self._changed = True
         self._verdicts: dict[int, Judgement] = {}
@@ -188,6 +194,7 @@ class Service:
         if found is None:
             raise ValueError(f"the service knows no request {str(fields.get('do'))[:40]!r}")
         kind, handler = found
+        self._check_release(fields.get("join", fields.get("resume")))
         with self._roster.lock:
             give = handler(peer, read(kind, fields))
 
@@ -196,6 +203,22 @@ class Service:
                 return give()
 
         return answer
+
+    def _check_release(self, said: object) -> None:
+        """Say what a fingerprint of another release and this one do not share; raise ValueError if it is of this one.
+
+        What is left out has its default then, and what is not known here is ignored.
+        """
+        if not isinstance(said, dict) or said.keys() == _FIELDS:
+            return
+        odd = ", ".join(printable(str(name), 40) for name in sorted(map(str, said.keys() ^ _FIELDS))[:20])
+        code = printable(str(said.get("code")), 40)
+        if code == __version__:
+            raise ValueError(f"a rank of this release says all of what it is, and nothing else; see {odd}")
+        if code not in self._releases and len(self._releases) < _MOST_RELEASES:
+            self._releases.add(code)
+            words = "a rank has HorizonML %s, and this service has %s: only one of them knows %s"
+            _log.warning(words, code, __version__, odd)
 
     def _join(self, peer: Peer, request: Join) -> Answer:
         if "join" in peer.state:

@@ -197,8 +197,8 @@ def fields_of(message: Any, do: str | None = None) -> dict[str, object]:
 @cache
 def _readers(kind: Any) -> dict[str, tuple[Reader, bool]]:
     """Return how each field of a message is read, and whether it must be there."""
-    hints, complete = get_type_hints(kind, include_extras=True), getattr(kind, "complete", False)
-    return {one.name: (_reader(hints[one.name]), complete or one.default is MISSING) for one in fields(kind)}
+    hints = get_type_hints(kind, include_extras=True)
+    return {one.name: (_reader(hints[one.name]), one.default is MISSING) for one in fields(kind)}
 
 
 def _reader(hint: Any) -> Reader:
@@ -225,7 +225,7 @@ def _one_of(kind: type[StrEnum]) -> Reader:
     return read_one_of
 
 
-PROTOCOL = 3
+PROTOCOL = 3  # of this connection, and of what ranks say to each other: releases with the same one train together
 TLS_RECORDS = (0x15, 0x16)  # the first byte of an alert, and of a handshake: no JSON begins like this
 TLS_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # fatal: this version of the protocol is not spoken here
 

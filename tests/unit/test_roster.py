@@ -26,7 +26,6 @@ def test_other_world_sizes_jobs_and_versions_are_refused_for_all_naming_both() -
         ({"world_size": 4}, ["rank 0 has world size 3", "rank 1 has world size 4"]),
         ({"digest": "d2"}, ["rank 0 has job digest d1", "rank 1 has job digest d2"]),
         ({"torch": "2.12.0"}, ["PyTorch 2.13.0", "PyTorch 2.12.0"]),
-        ({"code": "0.2.0"}, ["HorizonML 0.1.0", "HorizonML 0.2.0"]),
     ):
         roster = Roster()
         (verdict,) = gather(roster, rank(0), rank(1, **changes))
