@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 
 from benchmarks.outlive import House, one_round
 from horizonml.telemetry.log import read_lines
-from tests.distributed.processes import Service, rank_process, steps, wait_for
+from tests.distributed.processes import ROOT, Service, environment, rank_process, steps, wait_for
 from tests.programs import need_networks
 
 pytestmark = pytest.mark.slow
@@ -84,6 +87,70 @@ def test_ranks_outlive_the_service_and_the_first_rank_and_go_back_when_it_is_the
     assert "Traceback" not in "".join(outputs)
     again.terminate()
     again.communicate(timeout=10)
+
+
+def next_release(folder: Path) -> Path:
+    """A copy of this package as another release might be: ranks say one thing more of themselves, and leave one out."""
+    package = folder / "next"
+    shutil.copytree(ROOT / "horizonml", package / "horizonml", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, before, after in (
+        ("__init__.py", '__version__ = "0.1.0"', '__version__ = "0.2.0"'),
+        (
+            "rendezvous/messages.py",
+            "    begin_after: Seconds = 10.0",
+            "    humour: Seconds = 1.0\n    begin_after: Seconds = 10.0",
+        ),
+        ("rendezvous/service.py", "self._is_replaced(one)", "self._is_replaced(one) or not one.humour"),
+    ):
+        file = package / "horizonml" / name
+        text = file.read_text()
+        assert before in text
+        file.write_text(text.replace(before, after))
+    return package
+
+
+def test_ranks_and_their_service_are_updated_to_another_release_one_by_one_while_they_train(
+    folder: Path, free_port: int
+) -> None:
+    package, place = next_release(folder), f"127.0.0.1:{free_port}"
+
+    def run(code: Path, *words: str, **extra: str) -> subprocess.Popen[str]:
+        env = environment(HORIZONML_TEST=str(folder), PYTHONPATH=f"{code}{os.pathsep}{ROOT}", **extra)
+        command = [sys.executable, "-m", "horizonml", *words]
+        return subprocess.Popen(
+            command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def rank(code: Path, number: int) -> subprocess.Popen[str]:
+        return run(code, "train", "job.yaml", *OPTIONS, RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=place)
+
+    with ExitStack() as started:
+
+        def begin(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+            started.callback(process.communicate)
+            started.callback(process.kill)
+            return process
+
+        service = begin(run(ROOT, "rendezvous", "--port", str(free_port)))
+        ranks = [begin(rank(ROOT, number)) for number in range(3)]
+        wait_for(lambda: steps(folder) > 7, "the first steps")
+        service.terminate()
+        service.communicate(timeout=30)
+        service = begin(run(package, "rendezvous", "--port", str(free_port)))
+        for number in range(3):
+            ranks[number].terminate()
+            said = ranks[number].communicate(timeout=60)[0]
+            assert ranks[number].returncode == 0, said
+            other = (number + 1) % 3
+            wait_for(lambda other=other: groups(folder, other)[-1] == 2, "a group of two")
+            ranks[number] = begin(rank(package, number))
+            wait_for(lambda other=other: groups(folder, other)[-1] == 3, "a group of three")
+            before = steps(folder, other)
+            wait_for(lambda other=other, before=before: steps(folder, other) > before + 5, "more steps")
+        assert [repeated(folder, number) for number in range(3)] == [0, 0, 0]
+        service.terminate()
+        said = service.communicate(timeout=30)[0]
+        assert "a rank has HorizonML 0.1.0, and this service has 0.2.0: only one of them knows humour" in said
 
 
 def test_the_machine_of_up_is_unplugged_and_then_switched_off_and_devices_still_come(tmp_path: Path) -> None:
