@@ -96,7 +96,8 @@ class Heartbeat(threading.Thread):
                 answer = read(BeatAnswer, self._contact.ask(fields_of(Beat(self._beats), "beat"), _BEAT_ANSWER_SECONDS))
                 if not connected:
                     connected = True
-                    _log.warning("the rendezvous service is back")
+                    if not self._places.away:
+                        _log.warning("the rendezvous service is back")
                 if answer.status.moves:
                     self._go_back()
                 else:
