@@ -329,16 +329,17 @@ class Connections:
         store = self._store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        service = getattr(store, "port", None)
+        others: frozenset[int] = getattr(store, "ports", frozenset())
         while self._sockets:
             descriptor, inode = self._sockets.pop()
             # The descriptor may belong to another file by now; a socket that has lost its peer needs no shutdown.
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
                     with socket.socket(fileno=os.dup(descriptor)) as connection:
-                        # This fails for a listening socket, which gloo still polls. Another thread may have connected
-                        # to the rendezvous service while the group connected; that socket does not belong to the group.
-                        if connection.getpeername()[1] != service:
+                        # This fails for a listening socket, which gloo still polls. Other threads may have opened
+                        # sockets while the group connected: to a rendezvous service, at this rank's own, or local ones.
+                        local, peer = connection.getsockname(), connection.getpeername()
+                        if isinstance(peer, tuple) and not {local[1], peer[1]} & others:
                             connection.shutdown(socket.SHUT_RDWR)
 
     def _soon(self, action: Callable[[], T], seconds: float) -> T:

@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from horizonml import __version__
@@ -57,6 +56,7 @@ class Device:
     seen: float
     connection: int  # by which it speaks now
     rank: int | None = None
+    full: bool = False  # whether there is no rank left for it
     told: Phase | None = None  # the phase that it knows of
 
     def gone(self, now: float) -> bool:
@@ -202,8 +202,12 @@ class Devices:
     def _give_number(self, device: Device) -> None:
         self._forget(self.clock())
         request, now = NumberRequest(device.beat.id, 1, self.digest, self.world_size or 1, self.most), self.clock()
-        with suppress(ValueError):
+        try:
             given = self.roster.give_number(request, now)
+        except ValueError:
+            device.full = True
+        else:
+            device.full = False
             if given is not None and self.roster.keep_number(given.rank, (device.beat.id, 1), now, KEPT_SECONDS):
                 device.rank = given.rank
 
@@ -213,7 +217,7 @@ class Devices:
 
     def _status(self, device: Device) -> RunStatus:
         there, started = self.present(), self.phase is Phase.STARTED
-        full = started and device.rank is None and device.beat.state is DeviceState.READY
+        full = started and device.rank is None and device.full
         most = f"the run takes at most {count(self.most, 'device')} (parallel.max_workers), and all are taken"
         return RunStatus(
             run=self.run,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +15,7 @@ import torch
 from horizonml import __version__
 from horizonml.errors import RendezvousError
 from horizonml.machine.host import device_name, machine_id, seconds_up
-from horizonml.machine.network import AddressProbe, route_to, use_interface
+from horizonml.machine.network import Address, AddressProbe, route_to, use_interface
 from horizonml.machine.signals import Cancelled
 from horizonml.rendezvous.client import Client, Endpoint, ServiceError, ServiceRefuses, Unwanted
 from horizonml.rendezvous.identity import Identity
@@ -200,7 +200,7 @@ class _Meeting:
         number, own, membership = secrets.randbits(62), self._fingerprint(), None
         try:
             client.ask(fields_of(Join(number, own), "join"), _ANSWER_SECONDS)
-            with closing(_Links()) as links, closing(_Dead(self.before, self.identity.world_size)) as dead:
+            with closing(_Links()) as links, closing(self._dead()) as dead:
                 membership = self._wait(links, dead, client, number, own)
             return membership
         except ServiceRefuses as error:
@@ -265,6 +265,9 @@ class _Meeting:
                     withdrawn = time.monotonic()
                     client.ask(fields_of(Nothing(), "withdraw"), _ANSWER_SECONDS)
 
+    def _dead(self) -> _Dead:
+        return _Dead(self.before, self.identity.world_size, self.places.reached)
+
     def _fingerprint(self) -> Fingerprint:
         """Return what this rank says of itself, and make gloo use the interface that leads to the service."""
         try:
@@ -294,7 +297,7 @@ class _Meeting:
             files=self.settings.files,
             up=seconds_up(),
             link_port=self.settings.link_port,
-            standby_port=standby.listen(own, self.places.told.port) if standby is not None else 0,
+            standby_port=standby.listen(own, self.settings.link_port + 1) if standby is not None else 0,
             trained=before.trained.generation if before is not None else 0,
             trained_size=len(before.trained.members) if before is not None else 0,
         )
@@ -330,10 +333,13 @@ class _Links:
 class _Dead:
     """Finds out which members of the last group are certain to be dead: their machines answer, but they do not."""
 
-    def __init__(self, before: Membership | None, world_size: int) -> None:
+    def __init__(self, before: Membership | None, world_size: int, reached: Collection[Address]) -> None:
         self._world_size = world_size
         trained = before.trained.members if before is not None else ()
-        self._ranks = {(one.address, one.standby_port): one.rank for one in trained if one.standby_port}
+        # Where a firewall refuses, that says nothing; so only those count that have answered before.
+        self._ranks = {
+            (one.address, one.standby_port): one.rank for one in trained if (one.address, one.standby_port) in reached
+        }
         self._probe: AddressProbe | None = None
         self._found: frozenset[int] = frozenset()
         self._until = 0.0

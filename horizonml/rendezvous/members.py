@@ -137,6 +137,7 @@ class Completion:
         return [Complete(late)] if late else []
 
 
+_LEFT_ALONE_SECONDS = 60.0  # those who come where a group was lost begin with fewer only then: it may be cut off
 ABSENT_SECONDS = 0.75  # three heartbeats: who has sent none for so long is not awaited once the others are back
 _MAJORITY_SECONDS = 4.0  # after its last join, the majority of a group that an earlier service formed goes on
 
@@ -153,15 +154,15 @@ def awaited(members: Members, newest: NewestGeneration, now: float) -> set[int]:
 def short_of(party: Members, members: Members, newest: NewestGeneration, settled: float, now: float) -> str | None:
     """Return why a party may not form a group yet, in words, or None if it may."""
     present = ranks_of(party)
-    if absent := awaited(members, newest, now) - present:
+    if absent := awaited(members, newest, now) - present - _certainly_dead(party):
         return f"waiting for rank {_listed(absent)} to meet the others again"
     last = max(member.fingerprint.generation for member in party.values())
     if last == 0:
-        return _short_of_first(party, settled, now)
+        return _short_of_first(party, settled, newest.number > 0, now)
     return _short_of_next(party, last, newest, now)
 
 
-def _short_of_first(party: Members, settled: float, now: float) -> str | None:
+def _short_of_first(party: Members, settled: float, left_alone: bool, now: float) -> str | None:
     one, count = next(iter(party.values())).fingerprint, len(party)
     if count < one.world_size:
         absent = sorted(set(range(one.world_size)) - ranks_of(party))[: one.world_size - count]
@@ -170,7 +171,8 @@ def _short_of_first(party: Members, settled: float, now: float) -> str | None:
         one = next((m.fingerprint for m in party.values() if m.fingerprint.begin_with), one)
         if not 0 < one.begin_with <= count:
             return words
-        left = one.begin_after - (now - max(member.joined for member in party.values()))
+        after = max(one.begin_after, _LEFT_ALONE_SECONDS) if left_alone else one.begin_after
+        left = after - (now - max(member.joined for member in party.values()))
         if left > 0:
             return f"{words}, for {left:.0f} s at most (parallel.min_workers)"
     return None if now >= settled else "waiting for a group that may run here already"
@@ -188,7 +190,8 @@ def _short_of_next(party: Members, last: int, newest: NewestGeneration, now: flo
             f"(parallel.min_workers); waiting for rank {_listed(gone)} to join"
         )
     seen = known and newest.here
-    whole = ranks_of(party).issuperset(range(one.world_size)) and len(party) >= one.trained_size
+    # Other processes may have the numbers of ranks that are cut off, so at a standby this proves nothing.
+    whole = ranks_of(party).issuperset(range(one.world_size)) and len(party) >= one.trained_size and not newest.standby
     if whole and not seen:
         return None
     dead = _certainly_dead(party)
@@ -198,7 +201,8 @@ def _short_of_next(party: Members, last: int, newest: NewestGeneration, now: flo
     if not gone or len(party) >= one.group_size:
         return None
     known_lost = known and newest.ended is not None and gone <= {one.rank for one in newest.ended.lost}
-    patience = one.replace_timeout if seen or known_lost else max(one.replace_timeout, newest.patience)
+    patience = STANDBY_SECONDS if newest.standby else _MAJORITY_SECONDS
+    patience = one.replace_timeout if seen or known_lost else max(one.replace_timeout, patience)
     left = patience - (now - max(member.joined for member in survivors.values()))
     return f"waiting for rank {_listed(gone)} to be replaced, for {left:.0f} s at most" if left > 0 else None
 
@@ -255,7 +259,7 @@ class NewestGeneration:
         self.ranks: frozenset[int] = frozenset()
         self.ended: Ended | None = None
         self.closed_at: float | None = None  # since when its members are to meet again
-        self.patience = _MAJORITY_SECONDS
+        self.standby = False  # whether it came here because its service is gone
         self._back: dict[int, float] = {}  # ranks that are expected, and until when
         self._formed: dict[int, tuple[frozenset[int], set[int]]] = {}  # ranks of those formed here, and who is gone
 

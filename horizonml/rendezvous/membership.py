@@ -13,7 +13,7 @@ import base64
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -158,13 +158,13 @@ _HOLD_SECONDS = 0.2  # that the service holds a request; meanwhile no other thre
 class GroupStore(Store):
     """The keys of one generation. A key belongs to the rank that sets it; what cannot be done raises RuntimeError."""
 
-    def __init__(self, contact: Contact, port: int, timeout: float = 300.0) -> None:
+    def __init__(self, contact: Contact, ports: Iterable[int], timeout: float = 300.0) -> None:
         """Ask through `contact`; a key that is not there is awaited for `timeout` seconds.
 
-        `port` is that of the service, whose connections do not belong to the group.
+        `ports` are those of rendezvous services, whose connections do not belong to the group.
         """
         super().__init__()
-        self._contact, self.port, self._seconds = contact, port, timeout
+        self._contact, self.ports, self._seconds = contact, frozenset(ports), timeout
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key of this rank."""
@@ -230,7 +230,7 @@ class Membership:
     members: list[Fingerprint]
     _contact: Contact
     _heartbeat: Heartbeat
-    _port: int  # of the service
+    _ports: frozenset[int]  # of rendezvous services
     trained: ConnectedGroup  # the last group that it was in and whose ranks had all connected; at first the first one
     _store: GroupStore | None = None
     lost: tuple[Lost, ...] = ()  # whom the service has declared lost, once `name_lost` has asked
@@ -253,7 +253,7 @@ class Membership:
     def store(self) -> Store:
         """Return the store in which this generation's ranks exchange their addresses."""
         if self._store is None:  # PyTorch calls it as long as the group lives, so its Python part must live, too
-            self._store = GroupStore(self._contact, self._port)
+            self._store = GroupStore(self._contact, self._ports)
         return PrefixStore(f"generation-{self.generation}", self._store)
 
     @property
@@ -370,9 +370,10 @@ def take_place(
 
     heartbeat = Heartbeat(Contact(reconnect, place=lambda: places.now), places, resume, beats, lead=found.rank == 0)
     heartbeat.start()
-    contact, port = Contact(reconnect, client, lambda: places.now), places.now.port
+    contact, ports = Contact(reconnect, client, lambda: places.now), {places.now.port, places.told.port}
+    ports |= {member.standby_port for member in members}
     trained = before.trained if before is not None else ConnectedGroup(found.generation, members)
-    return Membership(found.rank, found.generation, members, contact, heartbeat, port, trained)
+    return Membership(found.rank, found.generation, members, contact, heartbeat, frozenset(ports), trained)
 
 
 def _place(member: Fingerprint) -> str:

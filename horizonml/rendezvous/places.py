@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from horizonml.errors import RendezvousError
-from horizonml.machine.network import AddressProbe, listen
+from horizonml.machine.network import Address, AddressProbe, listen
 from horizonml.rendezvous.client import Client, Endpoint, ServiceError, Unwanted
 from horizonml.rendezvous.messages import Fingerprint, Nothing
 from horizonml.rendezvous.roster import Roster
@@ -48,6 +48,7 @@ class MeetingPlaces:
     def __init__(self, endpoint: Endpoint, standby: Standby | None = None) -> None:
         """Begin at the service that this rank was told of; `standby` is this rank's own."""
         self.standby = standby
+        self.reached: set[Address] = set()  # the standbys that have answered once
         self.returned = False  # whether this rank was elsewhere meanwhile
         self.told = self.now = endpoint  # where it was told to meet the others, and where it does
         self._standbys: list[Endpoint] = []
@@ -71,6 +72,7 @@ class MeetingPlaces:
         tls = self.told.tls
         with self._lock:
             self._standbys = [Endpoint(one.address, one.standby_port, tls) for one in members if one.standby_port]
+        threading.Thread(target=self._reach_all, args=(self._standbys,), name="standbys", daemon=True).start()
 
     def connect(self, seconds: float = 5.0) -> Client:
         """Return a connection to the service, or to the standby that takes its place. Raises ServiceError."""
@@ -118,7 +120,7 @@ class MeetingPlaces:
                 client.close()
         except ServiceError as error:
             self._look_at = time.monotonic() + _REFUSED_SECONDS
-            _log.info("the rendezvous service at %s is no use yet: %s", self.told, error)
+            _log.warning("the rendezvous service at %s is no use yet: %s", self.told, error)
             return False
         self._back()
         return True
@@ -156,6 +158,11 @@ class MeetingPlaces:
         if self.standby is not None:
             self.standby.close()
 
+    def _reach_all(self, places: Sequence[Endpoint]) -> None:
+        """Find out to which of the standbys no firewall closes the way."""
+        for place in self._reached(places, _TRY_SECONDS):
+            self.reached.add((place.host, place.port))
+
     def _look(self) -> None:
         with suppress(ServiceError):
             self.told.connect(_TRY_SECONDS).close()
@@ -182,19 +189,19 @@ class MeetingPlaces:
         self.now = place
         self._look_at = max(self._look_at, time.monotonic() + _AGAIN_SECONDS)
 
-    def _reached(self, places: Sequence[Endpoint]) -> Iterator[Endpoint]:
+    def _reached(self, places: Sequence[Endpoint], after_first: float = _AFTER_FIRST_SECONDS) -> Iterator[Endpoint]:
         """Yield those that accept a connection; those of lower ranks come first."""
         for start in range(0, len(places), _AT_ONCE):
-            yield from self._reached_of(places[start : start + _AT_ONCE])
+            yield from self._reached_of(places[start : start + _AT_ONCE], after_first)
 
-    def _reached_of(self, places: Sequence[Endpoint]) -> list[Endpoint]:
+    def _reached_of(self, places: Sequence[Endpoint], after_first: float) -> list[Endpoint]:
         probe = AddressProbe([(one.host, one.port) for one in places])
         until = time.monotonic() + _REACH_SECONDS
         try:
             while probe.silent and time.monotonic() < until:
                 probe.look()
                 if probe.addresses - probe.silent - probe.refused:
-                    until = min(until, time.monotonic() + _AFTER_FIRST_SECONDS)
+                    until = min(until, time.monotonic() + after_first)
                 time.sleep(_LOOK_SECONDS)
             return [one for one in places if (one.host, one.port) not in probe.silent | probe.refused]
         finally:
@@ -306,5 +313,5 @@ class Standby(threading.Thread):
 def _listen(address: str, port: int) -> socket.socket:
     try:
         return listen(address, port)
-    except RendezvousError:  # another rank of this machine has it, or the service itself
+    except (RendezvousError, OverflowError):  # another rank of this machine has it, or there is none
         return listen(address, 0)

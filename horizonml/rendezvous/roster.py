@@ -77,8 +77,7 @@ class Roster:
         self._settled = float("inf") if standby else settled
         self._members: Members = {}
         self._newest = NewestGeneration()
-        if standby:
-            self._newest.patience = STANDBY_SECONDS
+        self._newest.standby = standby
         self._refusals = Refusals(self._members)
         self._completion = Completion(self._members)
         self._numbers = Numbers()
@@ -137,7 +136,8 @@ class Roster:
                 self._members.pop(older)
             self._newest.begin(generation, beside, here=False)
             for other in beside:
-                self._newest.expect(other, now + REPORT_SECONDS)
+                # The few who come to a standby may be those who are cut off, so they declare nobody lost.
+                self._newest.expect(other, float("inf") if self._standby else now + REPORT_SECONDS)
         self._newest.add(beside)
         self._newest.came(rank)
         self._members[number] = Member(fingerprint, now, now, formed=True, beside=beside)
@@ -176,7 +176,8 @@ class Roster:
             return None
         members = [member.fingerprint for member in self._members.values()]
         held = {one.rank: (one.host_id, one.pid) for one in members}
-        held |= dict.fromkeys(self._newest.expected(now) - set(held), ("", 0))
+        away = self._newest.expected(now) if self.running() else self._newest.expected(now) | self._newest.ranks
+        held |= dict.fromkeys(away - set(held), ("", 0))  # of a group that does not run, some may be cut off
         # Ranks that the service was told of have their numbers from elsewhere, and may still be on their way.
         before = self._crashes.known(ask.digest) | self._newest.ranks | set(range(self._workers or 0))
         rank = ask.rank
@@ -308,6 +309,10 @@ class Roster:
         """Return why ranks were refused lately beside others that went on waiting."""
         return self._refusals.lately(now)
 
+    def _holds_a_group(self) -> bool:
+        """Return whether anybody is here who was in a group; else there is nothing to protect from a newer one."""
+        return any(one.formed or one.fingerprint.generation for one in self._members.values())
+
     def _hurry(self, now: float) -> None:
         """Let a standby expect the others for a moment only, once it is clear that most of a group come to it."""
         there = [one for one in self._members.values() if one.fingerprint.generation == self.generation]
@@ -322,7 +327,7 @@ class Roster:
 
     def _check_past(self, one: Fingerprint) -> None:
         """Raise ValueError if a rank that joins says that it was in a group in which it cannot have been."""
-        here = self._newest.here and bool(self._members)  # where nobody is, there is nothing to protect
+        here = self._newest.here and self._holds_a_group()
         if here and one.generation == self.generation:
             strange = (one.machine, one.pid, one.rank) not in self._formed
         else:
@@ -337,7 +342,7 @@ class Roster:
         """Raise ValueError unless a rank that reports from a group may be in the one that runs, or in a first one."""
         running = [member.fingerprint for member in formed(self._members).values()]
         newer = one.generation > self.generation
-        if self._newest.here and self._members:  # and all its members are known
+        if self._newest.here and self._holds_a_group():  # and all its members are known
             problem = "which this service did not form"
         elif one.rank not in beside or len(beside) != one.group_size or one.generation > self.generation + _FURTHEST:
             problem = "whose ranks it misstates"

@@ -182,7 +182,7 @@ def test_what_is_wrong_with_a_peer_is_said(lab: Lab) -> None:
     assert "nothing listens on port 29400" in diagnose(lab.addresses[HOST])
     lab.configure(HOST, "iptables -A INPUT -p tcp --dport 29400 -j DROP")
     assert "does not answer on port 29400" in diagnose(lab.addresses[HOST])
-    assert "let in TCP ports 29400 and 29401" in diagnose(lab.addresses[HOST])
+    assert "let in TCP ports 29400 to 29402" in diagnose(lab.addresses[HOST])
     lab.configure(HOST, "iptables -F")
     assert "This device has no route to 198.51.100.7" in diagnose("198.51.100.7")
     assert "The name tisch.local does not resolve" in diagnose("tisch.local")

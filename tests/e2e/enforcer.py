@@ -14,7 +14,16 @@ from typing import Any
 from tests.e2e.cluster import CLUSTER, Cluster
 from tests.manifests.policies import Document, Pod, allowed
 
-PORTS = (("TCP", 53), ("UDP", 53), ("TCP", 6443), ("TCP", 9090), ("TCP", 9400), ("TCP", 29400), ("TCP", 29401))
+PORTS = (
+    ("TCP", 53),
+    ("UDP", 53),
+    ("TCP", 6443),
+    ("TCP", 9090),
+    ("TCP", 9400),
+    ("TCP", 29400),
+    ("TCP", 29401),
+    ("TCP", 29402),
+)
 CHAIN = "NETWORK-POLICY"
 FLAGS = {"Ingress": "-d", "Egress": "-s"}
 

@@ -335,12 +335,12 @@ OTHER_JOB = part("worker", "other")
 def test_policies_let_through_what_is_needed_and_nothing_else(overlay: str) -> None:
     documents = render(ROOT / "k8s" / overlay)
     needed = {
-        ("RANK", "SERVICE", 29400), ("RANK", "RANK", 29400), ("RANK", "RANK", 29401), ("PROMETHEUS", "RANK", 9400),
+        ("RANK", "SERVICE", 29400), ("RANK", "RANK", 29401), ("RANK", "RANK", 29402), ("PROMETHEUS", "RANK", 9400),
         ("RANK", "DNS", 53), ("RANK", "CACHE", 53),
     }  # fmt: skip
     names = ["RANK", "SERVICE", "STRANGER", "OTHER_JOB", "DISGUISED", "PROMETHEUS", "ELSEWHERE", "DNS", "CACHE",
              "INTERNET", "METADATA", "ROUTER"]  # fmt: skip
-    ports = (22, 53, 80, 443, 8400, 9400, 29400, 29401, 40000)
+    ports = (22, 53, 80, 443, 8400, 9400, 29400, 29401, 29402, 40000)
     pods = {name: globals()[name] for name in names}
     assert connections(documents, pods, ("RANK", "SERVICE"), ports) == needed
     assert allowed(documents, RANK, DNS, 53, "UDP")

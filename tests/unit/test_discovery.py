@@ -199,7 +199,7 @@ def test_where_nobody_is_found_the_networks_are_named_and_what_to_do() -> None:
     assert "No device announces itself on eth0 (192.168.1.5, fe80::5%eth0)." in said
     assert "left out (docker0)" in said
     assert "`horizonml join --peer HOST`" in said
-    assert "UDP port 5353 and TCP ports 29400 and 29401" in said
+    assert "UDP port 5353 and TCP ports 29400 to 29402" in said
     assert "Only" not in said
     assert "Only docker0 is up, which containers of this device alone are on" in silent(heard=(Hearing(DOCKER),))
     assert "container with a network of its own" in silent(in_container=True)
@@ -242,8 +242,8 @@ def test_a_firewall_that_is_switched_on_is_named(tmp_path: Path, monkeypatch: py
     put(tmp_path, **{"etc__ufw__ufw.conf": "# comment\nENABLED=yes\n"})
     running.append(SimpleNamespace(info={"name": "firewalld"}))
     ufw, firewalld = find_firewalls(tmp_path)
-    assert "`sudo ufw allow 5353/udp && sudo ufw allow 29400:29401/tcp`" in ufw
-    assert "sudo firewall-cmd --permanent --add-service=mdns --add-port=29400-29401/tcp" in firewalld
+    assert "`sudo ufw allow 5353/udp && sudo ufw allow 29400:29402/tcp`" in ufw
+    assert "sudo firewall-cmd --permanent --add-service=mdns --add-port=29400-29402/tcp" in firewalld
 
 
 def answered(number: int) -> SimpleNamespace:

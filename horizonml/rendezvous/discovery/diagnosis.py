@@ -28,8 +28,8 @@ from horizonml.security.tls import client_context, is_of_a_token
 from horizonml.security.token import TOKEN, Token
 from horizonml.text import some
 
-_PORTS_OF_UFW = "`sudo ufw allow 5353/udp && sudo ufw allow 29400:29401/tcp`"
-_ALLOW = "sudo firewall-cmd --permanent --add-service=mdns --add-port=29400-29401/tcp"
+_PORTS_OF_UFW = "`sudo ufw allow 5353/udp && sudo ufw allow 29400:29402/tcp`"
+_ALLOW = "sudo firewall-cmd --permanent --add-service=mdns --add-port=29400-29402/tcp"
 _PORTS_OF_FIREWALLD = f"`{_ALLOW} && sudo firewall-cmd --reload`"
 
 
@@ -165,7 +165,7 @@ def _silence(seen: Surroundings) -> list[str]:
         )
     lines.append(
         "Check that `horizonml up JOB` runs on one device of the same network, and that its firewall lets in UDP port "
-        "5353 and TCP ports 29400 and 29401."
+        "5353 and TCP ports 29400 to 29402."
     )
     lines.append("If the network does not pass multicast, name that device: `horizonml join --peer HOST`.")
     return lines
@@ -286,7 +286,7 @@ def _closed(host: str, port: int, seconds: float) -> str | None:
     except TimeoutError:
         return (
             f"{host} does not answer on port {port}: it is off, has another address by now, or a firewall drops what "
-            f"is sent there; let in TCP ports {port} and {port + 1} on it."
+            f"is sent there; let in TCP ports {port} to {port + 2} on it."
         )
     except ConnectionRefusedError:
         return (

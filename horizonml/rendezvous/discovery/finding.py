@@ -152,7 +152,7 @@ def words(service: FoundService) -> str:
     return printable(f"{service.name} at {service.host}:{service.port}{job}")
 
 
-PORT = 29400
+PORT, STANDBY_PORT = 29400, 29402  # of the service, and of those that ranks keep in reserve, unless the job says more
 MOST_AT_ONCE = 64  # addresses that are tried at the same time
 PROOF_SECONDS = 4.0  # for an address to show the token, and say which run is there
 _MOST_TRIES = 2  # of one address, which may be slow the first time

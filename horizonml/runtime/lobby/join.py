@@ -26,7 +26,7 @@ from horizonml.rendezvous.device_messages import (
 )
 from horizonml.rendezvous.devices import DeviceHeartbeat, measure_link
 from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_clocks
-from horizonml.rendezvous.discovery.finding import ServiceAddress
+from horizonml.rendezvous.discovery.finding import STANDBY_PORT, ServiceAddress
 from horizonml.rendezvous.discovery.records import this_device
 from horizonml.runtime.lobby.offer import CalledAway, JoinPreparation, JoinSettings, confinement, job_text, take_folder
 from horizonml.runtime.lobby.rank import Child, Progress, secret
@@ -285,17 +285,18 @@ class Joiner:
 
     def _connect(self, place: ServiceAddress) -> Client:
         """Connect to the first address that answers. Raises ServiceError."""
-        token, problem = self._settings.token, ServiceError("it has no address")
-        for host in place.hosts:
+        token, problem = self._settings.token, None
+        # Where no service listens, a rank may know where the others meet.
+        for host, port in [(host, port) for port in (place.port, STANDBY_PORT) for host in place.hosts]:
             try:
-                client = Endpoint(host, place.port, client_context(token) if token is not None else None).connect()
+                client = Endpoint(host, port, client_context(token) if token is not None else None).connect()
             except ServiceError as error:
-                problem = error
+                problem = problem or error
             else:
                 self._reached = client.address
                 self._compare_clocks(client)
                 return client
-        raise problem
+        raise problem or ServiceError("it has no address")
 
     def _compare_clocks(self, client: Client) -> None:
         """Say once if the clock of this device or that of the service is wrong."""
