@@ -176,13 +176,17 @@ class Roster:
             return None
         members = [member.fingerprint for member in self._members.values()]
         held = {one.rank: (one.host_id, one.pid) for one in members}
-        away = self._newest.expected(now) if self.running() else self._newest.expected(now) | self._newest.ranks
-        held |= dict.fromkeys(away - set(held), ("", 0))  # of a group that does not run, some may be cut off
+        # While a group meets again, some of it may be cut off: it is clear only later whether their numbers are free.
+        meeting = self._holds_a_group() and not self.running()
+        doubtful = self._newest.ranks - set(held) if meeting else set[int]()
+        held |= dict.fromkeys((self._newest.expected(now) | doubtful) - set(held), ("", 0))
         # Ranks that the service was told of have their numbers from elsewhere, and may still be on their way.
         before = self._crashes.known(ask.digest) | self._newest.ranks | set(range(self._workers or 0))
         rank = ask.rank
         if rank is None:
             rank = self._numbers.give(ask, held, self._crashes.closed(ask.digest, now), before, now)
+        if rank is None and doubtful:
+            return None
         if rank is None:
             raise ValueError(
                 f"the run takes at most {ask.most} ranks (parallel.max_workers), and all their numbers are in use"

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from horizonml.machine.network import listen
 from horizonml.rendezvous.client import Endpoint, ServiceError
 from horizonml.rendezvous.members import STANDBY_SECONDS, Formed
-from horizonml.rendezvous.messages import Departure, Farewell, Fingerprint
+from horizonml.rendezvous.messages import Departure, Farewell, Fingerprint, NumberRequest
 from horizonml.rendezvous.places import MeetingPlaces, Standby
 from horizonml.rendezvous.roster import Roster
 from horizonml.rendezvous.service import Service
@@ -107,6 +108,26 @@ def test_a_standby_forms_no_first_group_and_gives_no_numbers_before_one_is_there
     roster = Roster(standby=True)
     assert gather(roster, rank(0), rank(1), rank(2)) == []
     assert alive(roster, 1, 2, 3, start=0.0, end=60.0) == []
+
+
+def test_numbers_of_ranks_that_may_be_cut_off_are_not_given_to_others() -> None:
+    ask = NumberRequest("elsewhere", 1, "d1", 3, 3)
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    with pytest.raises(ValueError, match="takes at most 3 ranks"):
+        roster.give_number(ask, 1.0)
+    roster.leave(1, LOST_PEER, 2.0)
+    roster.join(4, rank(0, generation=1, group_size=3, trained=1, trained_size=3), 2.0)
+    alive(roster, 4, start=2.0, end=10.0)  # the others are silent, and it alone is less than half of the group
+    assert roster.generation == 1
+    assert roster.give_number(ask, 10.0) is None
+    free = roster.give_number(replace(ask, most=4), 10.0)
+    assert free is not None
+    assert free.rank == 3
+    alive(roster, start=10.0, end=20.0)  # the last of them is gone, too: those who come begin anew
+    again = roster.give_number(ask, 20.0)
+    assert again is not None
+    assert again.rank == 0
 
 
 def test_a_standby_declares_lost_who_has_not_reported_once_most_have() -> None:
