@@ -54,14 +54,15 @@ class House:
         for name in ("HORIZONML_RENDEZVOUS", "GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE"):
             self._env.pop(name, None)
         self.processes: list[subprocess.Popen[bytes]] = []
-        up = ["up", "digits", "--workers", str(train), "--set", "epochs=1000000"]
-        self._start(0, [*up, "--set", "checkpoint.every_steps=1000000"])
+        endless = ["--set", "epochs=1000000", "--set", "checkpoint.every_steps=1000000"]
+        self.command_of_up = ["up", "digits", "--workers", str(train), *endless]
+        self.start(0, self.command_of_up)
         for device in range(1, train):
             self.join(device, self.networks.address_of(0))
 
     def join(self, device: int, peer: str | None = None) -> None:
         """Let a device join the run at another one, or look for it on its network."""
-        self._start(device, ["join", "--accept-data", *(["--peer", peer] if peer is not None else [])])
+        self.start(device, ["join", "--accept-data", *(["--peer", peer] if peer is not None else [])])
 
     def __enter__(self) -> House:
         return self
@@ -109,9 +110,10 @@ class House:
             time.sleep(0.1)
         return time.monotonic() - begin
 
-    def _start(self, device: int, words: list[str]) -> None:
-        self.home(device).mkdir(parents=True)
-        with (self.home(device) / "log").open("wb") as log:
+    def start(self, device: int, words: list[str], again: bool = False) -> None:
+        """Start a command of HorizonML on a device, perhaps once `again`."""
+        self.home(device).mkdir(parents=True, exist_ok=again)
+        with (self.home(device) / "log").open("ab") as log:
             self.processes.append(
                 subprocess.Popen(
                     self.networks.at_rank(device, python_module("horizonml", *words)),

@@ -176,9 +176,9 @@ class Roster:
             return None
         members = [member.fingerprint for member in self._members.values()]
         held = {one.rank: (one.host_id, one.pid) for one in members}
-        # While a group meets again, some of it may be cut off: it is clear only later whether their numbers are free.
-        meeting = self._holds_a_group() and not self.running()
-        doubtful = self._newest.ranks - set(held) if meeting else set[int]()
+        # While less than half of a group is here, the others may go on elsewhere, so their numbers are not free.
+        there = self._of_groups()
+        doubtful = self._newest.ranks - set(held) if 0 < 2 * len(there) < len(self._newest.ranks) else set[int]()
         held |= dict.fromkeys((self._newest.expected(now) | doubtful) - set(held), ("", 0))
         # Ranks that the service was told of have their numbers from elsewhere, and may still be on their way.
         before = self._crashes.known(ask.digest) | self._newest.ranks | set(range(self._workers or 0))
@@ -313,9 +313,9 @@ class Roster:
         """Return why ranks were refused lately beside others that went on waiting."""
         return self._refusals.lately(now)
 
-    def _holds_a_group(self) -> bool:
-        """Return whether anybody is here who was in a group; else there is nothing to protect from a newer one."""
-        return any(one.formed or one.fingerprint.generation for one in self._members.values())
+    def _of_groups(self) -> list[Member]:
+        """Return those who are or were in a group; where none is here, there is nothing to protect from a newer one."""
+        return [one for one in self._members.values() if one.formed or one.fingerprint.generation]
 
     def _hurry(self, now: float) -> None:
         """Let a standby expect the others for a moment only, once it is clear that most of a group come to it."""
@@ -331,7 +331,7 @@ class Roster:
 
     def _check_past(self, one: Fingerprint) -> None:
         """Raise ValueError if a rank that joins says that it was in a group in which it cannot have been."""
-        here = self._newest.here and self._holds_a_group()
+        here = self._newest.here and bool(self._of_groups())
         if here and one.generation == self.generation:
             strange = (one.machine, one.pid, one.rank) not in self._formed
         else:
@@ -346,7 +346,7 @@ class Roster:
         """Raise ValueError unless a rank that reports from a group may be in the one that runs, or in a first one."""
         running = [member.fingerprint for member in formed(self._members).values()]
         newer = one.generation > self.generation
-        if self._newest.here and self._holds_a_group():  # and all its members are known
+        if self._newest.here and self._of_groups():  # and all its members are known
             problem = "which this service did not form"
         elif one.rank not in beside or len(beside) != one.group_size or one.generation > self.generation + _FURTHEST:
             problem = "whose ranks it misstates"

@@ -64,7 +64,7 @@ def test_ranks_are_forked_from_one_process_and_end_with_it(folder: Path, start: 
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 1
     assert "the process from which the ranks are forked was killed by SIGKILL" in output
-    assert ours(folder) == []
+    wait_for(lambda: ours(folder) == [], "the end of all ranks", 10)  # nobody is left who could wait for them
 
 
 def test_what_cannot_be_loaded_for_the_ranks_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,8 +166,16 @@ def test_the_machine_of_up_is_unplugged_and_then_switched_off_and_devices_still_
         house.wait_for(lambda: all(house.size(device) == 3 for device in (1, 2, 3)), "a group of three")
         house.join(4)
         house.wait_for(lambda: all(house.size(device) == 4 for device in (1, 2, 3, 4)), "a group of four")
+        # The device that had begun the run does not begin another one beside it, and is taken in again.
+        house.start(0, house.command_of_up, again=True)
+        assert house.processes[-1].wait(60) == 2
+        said = (house.home(0) / "log").read_text().splitlines()[-1]
+        assert "digits goes on without this device, which had begun it" in said, said
+        house.processes.pop()
+        house.start(0, ["join", "--accept-data"], again=True)
+        house.wait_for(lambda: all(house.size(device) == 5 for device in (1, 2, 3, 4)), "a group of five")
         before = len(house.steps(1))
-        house.wait_for(lambda: len(house.steps(1)) > before + 5, "steps of four")
+        house.wait_for(lambda: len(house.steps(1)) > before + 5, "steps of five")
         done = [int(one["step"]) for one in house.steps(1)]
         assert len(done) == len(set(done))
     assert "Traceback" not in "".join(path.read_text() for path in tmp_path.glob("*/log"))

@@ -33,6 +33,7 @@ from horizonml.text import printable
 
 SECONDS = 10.0  # in which a run is found, if one is there
 _MOST_NAMED = 5  # services that are not for this device
+_GOING_ON_SECONDS = 1.5  # in which a run that goes on without the device that had begun it is found
 _SETTLE_SECONDS = 0.5  # in which a second one may announce itself, too
 
 
@@ -141,6 +142,15 @@ class _Search:
         return [service for service in self._found if fits(service, self._token_id)]
 
 
+def going_on(token: Token | None, lineage: str) -> FoundService | None:
+    """Return where a training of this lineage goes on, if its devices announce it; that takes a second or two."""
+    prover = Prover(token)
+    found = browse(_GOING_ON_SECONDS)
+    fitting = [one for one in found if fits(one, token.id if token is not None else "")]
+    runs = prover.prove(fitting, lambda: False) if fitting else []
+    return next((one for one in runs if prover.offers[one.host, one.port].lineage == lineage), None)
+
+
 def fits(service: FoundService, token_id: str) -> bool:
     """Return whether this device can join what was found."""
     return service.token_id == token_id and service.version == __version__
@@ -168,6 +178,7 @@ class Prover:
         """Without a token, a service only has to say which run is there."""
         self._tls = client_context(token) if token is not None else None
         self._tries: Counter[Address] = Counter()
+        self.offers: dict[Address, JobOffer] = {}
 
     def is_new(self, service: FoundService) -> bool:
         """Return whether an address of a service has never been tried."""
@@ -182,7 +193,7 @@ class Prover:
 
         It takes some seconds at most, and hardly any where all answer.
         """
-        runs: dict[Address, str] = {}
+        self.offers = runs = dict[Address, JobOffer]()
         chosen = self._in_turn(services)
         threads = [threading.Thread(target=self._ask, args=(address, runs), daemon=True) for address in chosen]
         for thread in threads:
@@ -211,11 +222,11 @@ class Prover:
         self._tries.update(chosen)
         return chosen
 
-    def _ask(self, address: Address, runs: dict[Address, str]) -> None:
+    def _ask(self, address: Address, runs: dict[Address, JobOffer]) -> None:
         """Note which run is at an address, if it is one of this device's."""
         try:
             with closing(Client(address, self._tls, PROOF_SECONDS)) as client:
-                runs[address] = read(JobOffer, client.ask(fields_of(Nothing(), "job"), PROOF_SECONDS)).run
+                runs[address] = read(JobOffer, client.ask(fields_of(Nothing(), "job"), PROOF_SECONDS))
         except (ServiceError, ValueError):
             return  # it is a stranger's, or no run is there
 
@@ -224,14 +235,14 @@ def _addresses(service: FoundService) -> list[Address]:
     return [(host, service.port) for host in service.addresses or (service.host,)]
 
 
-def _by_run(services: Iterable[FoundService], runs: dict[Address, str]) -> Iterable[FoundService]:
+def _by_run(services: Iterable[FoundService], runs: dict[Address, JobOffer]) -> Iterable[FoundService]:
     """Yield a service for each run; whoever announces the run of another device adds nothing."""
     known: set[str] = set()
     for service in services:
         for host, port in _addresses(service):
             run = runs.get((host, port))
-            if run is None or run in known:
+            if run is None or run.run in known:
                 continue
-            known.add(run)
+            known.add(run.run)
             yield replace(service, host=host, addresses=tuple(dict.fromkeys((host, *service.addresses))))
             break

@@ -127,6 +127,11 @@ def lineage_of(folder: Path, fresh: bool) -> str:
     return secrets.token_hex(16) if fresh or not known else known
 
 
+def is_known(folder: Path, lineage: str) -> bool:
+    """Return whether a folder holds a part of a training of this lineage."""
+    return (folder / _LINEAGE).exists() and is_of(folder, lineage)
+
+
 def note_lineage(folder: Path, lineage: str) -> None:
     """Remember the lineage of what a run's folder holds. Raises OSError."""
     write_atomically(folder / _LINEAGE, lineage.encode())

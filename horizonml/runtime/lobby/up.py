@@ -28,7 +28,7 @@ from horizonml.rendezvous.discovery.records import measure_gflops, this_device
 from horizonml.rendezvous.service import Service
 from horizonml.rendezvous.shared_files import FileServer
 from horizonml.runtime.lobby import terminal
-from horizonml.runtime.lobby.offer import check_wanted, job_text, lineage_of, needed, note_lineage, offer
+from horizonml.runtime.lobby.offer import check_wanted, is_known, job_text, lineage_of, needed, note_lineage, offer
 from horizonml.runtime.lobby.rank import Child, Progress, secret
 from horizonml.runtime.lobby.view import View, rows, view
 from horizonml.security.tls import server_context
@@ -121,6 +121,7 @@ class Up:
         with ExitStack() as stack:
             stack.enter_context(handling(self._stop.note))
             scratch = stack.enter_context(scratch_folder())
+            self._check_not_going_on()
             listener = stack.enter_context(listen(settings.host, settings.port))
             self._host, self._port = listener.getsockname()[:2]
             stack.enter_context(self._serving(listener))
@@ -135,6 +136,20 @@ class Up:
                 self._end(RunOutcome.STOPPED, "it was stopped before the training began")
                 return RunOutcome.STOPPED
             return self._train()
+
+    def _check_not_going_on(self) -> None:
+        """Raise JobError if the training that this run would continue goes on on the other devices."""
+        from horizonml.rendezvous.discovery.finding import going_on
+
+        if not is_known(self._folder, self._lineage):
+            return
+        there = going_on(self._settings.token, self._lineage)
+        if there is not None:
+            raise JobError(
+                f"{self._offer.name} goes on without this device, which had begun it: {printable(there.name)} at "
+                f"{there.host}:{there.port} takes devices in. `horizonml join` here takes part in it again; to start "
+                "over, stop it on the other devices first, or use --fresh"
+            )
 
     @contextmanager
     def _serving(self, listener: socket.socket) -> Iterator[None]:
