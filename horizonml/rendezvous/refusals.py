@@ -300,9 +300,10 @@ def left_out(
 ) -> Mapping[int, list[Fingerprint]]:
     """Return the joins that are left out so that all others reach each other, and whom each of them does not reach.
 
-    Who has most broken links goes first. Between two with equally many that is the one with less to lose: who is a
-    member since a later generation, as `since` says, or else has the higher rank, because rank 0 keeps the records and
-    all shards of checkpoints. Those in `staying` are never left out.
+    Who has most broken links goes first; those to ranks that are members since a later generation, as `since` says, do
+    not count, so that newcomers drive nobody out. Between two with equally many that is the one with less to lose: who
+    came later, or else has the higher rank, because rank 0 keeps the records and all shards of checkpoints. Those in
+    `staying` are never left out.
     """
     left, found = dict(members), dict[int, list[Fingerprint]]()
     while True:
@@ -320,7 +321,7 @@ def left_out(
 
         def loses_least(number: int, unreached: Mapping[int, list[Fingerprint]] = unreached) -> tuple[int, int, int]:
             one = members[number].fingerprint
-            return len(unreached[number]), since(one), one.rank
+            return sum(since(other) <= since(one) for other in unreached[number]), since(one), one.rank
 
         worst = max((number for number, others in unreached.items() if others), key=loses_least)
         found[worst] = unreached[worst]

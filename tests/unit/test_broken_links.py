@@ -21,13 +21,17 @@ def links(*pairs: tuple[int, int]) -> set[frozenset[str]]:
 def test_who_is_left_out_has_most_broken_links_or_least_to_lose() -> None:
     members = {10 + number: Member(rank(number, 5), 0.0, 0.0) for number in range(5)}
 
-    def ranks(broken: set[frozenset[str]], newcomer: int = -1, staying: tuple[int, ...] = ()) -> list[int]:
-        found = left_out(members, broken, lambda one: 7 if one.rank == newcomer else 1, staying)
+    def ranks(broken: set[frozenset[str]], *newcomers: int, staying: tuple[int, ...] = ()) -> list[int]:
+        found = left_out(members, broken, lambda one: 7 if one.rank in newcomers else 1, staying)
         return sorted(members[number].fingerprint.rank for number in found)
 
     assert ranks(set()) == []
     assert ranks(links((1, 2))) == [2], "rank 0 keeps most, and so on"
-    assert ranks(links((1, 2)), newcomer=1) == [1]
+    assert ranks(links((1, 2)), 1) == [1]
+    cut_off = links((0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (1, 4))
+    assert ranks(cut_off) == [0, 1]
+    assert ranks(cut_off, 2, 3, 4) == [2, 3, 4], "three newcomers do not drive out two who train"
+    assert ranks(links((0, 1), (0, 2), (0, 3), (0, 4)), 4) == [0], "its cable is broken"
     assert ranks(links((1, 2)), staying=(12,)) == [1], "it runs, and the other one waits"
     assert ranks(links((1, 2), (1, 3), (1, 4))) == [1], "without it, all others reach each other"
     assert ranks(links((1, 2), (3, 4))) == [2, 4]
