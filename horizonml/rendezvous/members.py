@@ -224,17 +224,20 @@ def _is_enough(party: Members, dead: frozenset[int], newest: NewestGeneration) -
     """Return whether a party is enough of the last group whose ranks had all connected to go on without the rest.
 
     It takes more than half of them, or half of them at the service that has formed the group, which no other part of
-    it can claim. Those who have left with a word do not count. That a process is dead does not say where it was when it
-    died, perhaps in a later group, so it counts only where all the others are here or dead.
+    it can claim, and they only once. Those who have left with a word do not count. That a process is dead does not say
+    where it was when it died, perhaps in a later group, so it counts only where all others are here or dead. Where a
+    later group is known, only more than half are enough.
     """
     there = _of_last_group(party)
     one = there[0].fingerprint
     base, size = (one.trained, one.trained_size) if one.trained else (one.generation, one.group_size)
     left = newest.left_of(base) - {member.fingerprint.rank for member in there}
     living = size - len(left)
-    if living - len(there) <= len(dead - left):
+    if 2 * len(there) > living:
         return True
-    return 2 * len(there) >= living if newest.formed_here(base) else 2 * len(there) > living
+    latest = max(member.fingerprint.generation for member in party.values()) >= newest.number
+    half = 2 * len(there) == living and newest.formed_here(base)
+    return latest and (half or living - len(there) <= len(dead - left))
 
 
 def _listed(ranks: Iterable[int], most: int = 20) -> str:

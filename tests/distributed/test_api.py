@@ -259,6 +259,7 @@ horizonml.train({"name": "test", "epochs": 100000}, model=MyNet, data=Curves(), 
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_a_checkpoint_and_the_same_call_goes_on_until_it_is_killed(script: Path) -> None:
     process = begin(script, ENDLESS)
     wait_for(lambda: steps(script.parent) > 5, "the first steps")

@@ -159,7 +159,13 @@ def wrong(row: Row, found: list[Trained]) -> str | None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "kinds", [["pipeline 2"], pytest.param(["ddp 2", "pipeline 3", "hybrid 2+1"], marks=pytest.mark.slow)], ids=str
+    "kinds",
+    [
+        ["pipeline 2"],
+        pytest.param(["ddp 2"], marks=pytest.mark.slow),
+        pytest.param(["pipeline 3", "hybrid 2+1"], marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_what_the_author_wrote_is_what_trains(pool: Pool, kinds: list[str]) -> None:
     problems: dict[str, str | None] = {}

@@ -19,6 +19,8 @@ from horizonml.runtime.forkserver import SERVER, ForkServer
 from horizonml.runtime.local import LocalRun, RankFailed
 from tests.distributed.processes import ours, rank_process, server, steps, wait_for
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., "subprocess.Popen[str]"]
 ENDLESS = ["--set", "epochs=10000", "-n", "2"]
 # A rank in the background of a script: a terminal's Ctrl-C does not reach it, and its parent does not pass it on.

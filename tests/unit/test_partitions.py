@@ -28,6 +28,7 @@ joins = count(1)
 
 @dataclass
 class Group:
+    joins: list[int]  # two services may give the same number to two groups
     generation: int
     members: list[Fingerprint]
     since: float
@@ -116,10 +117,7 @@ class World:
         there = [self.ranks[other.rank] for other in group.members]
         return (
             all(
-                one.alive
-                and one.group is not None
-                and one.group.generation == group.generation
-                and one.pid == member.pid
+                one.alive and one.group is not None and one.group.joins == group.joins and one.pid == member.pid
                 for one, member in zip(there, group.members, strict=True)
             )
             and len({self.parts[one.number] for one in there}) == 1
@@ -152,7 +150,7 @@ class World:
     def meet(self, one: Rank, roster: Roster) -> None:
         verdict = self.verdicts[one.place].get(one.join)
         if verdict is not None:
-            one.group, one.connected = Group(verdict.generation, verdict.members, self.now), False
+            one.group, one.connected = Group(verdict.joins, verdict.generation, verdict.members, self.now), False
             one.missing_since = None
             if one.trained is None:
                 one.trained = one.group

@@ -81,6 +81,20 @@ def test_ranks_that_are_certain_to_be_gone_do_not_count() -> None:
     assert [member.rank for member in verdict.members] == [0, 1]
 
 
+def test_one_that_was_away_does_not_go_on_alone_because_all_are_dead_who_went_on_without_it() -> None:
+    roster, of_three = Roster(), {"generation": 1, "group_size": 3, "trained": 1, "trained_size": 3}
+    formed(roster, rank(0), rank(1), rank(2))
+    for number in (0, 1):
+        roster.leave(number + 1, LOST_PEER, 6.0)
+    assert formed(roster, *(rank(number, **of_three) for number in (0, 1)), at=6.0, first=4).generation == 2
+    roster.join(6, rank(2, **of_three), 20.0)  # the others are silent since then
+    for quarter in range(80, 160):
+        roster.beat(6, quarter, quarter / 4, [0, 1])
+        assert roster.decide(quarter / 4) == []
+    again = formed(roster, rank(0, pid=200), rank(1, pid=200), at=40.0, first=7)  # from the newest checkpoint
+    assert again.generation == 3
+
+
 def test_at_a_standby_more_than_half_go_on_and_nobody_else() -> None:
     for there, goes_on in (([1, 2], False), ([1, 2, 3], True)):
         roster = Roster(standby=True)
