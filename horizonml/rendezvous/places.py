@@ -29,16 +29,15 @@ from horizonml.rendezvous.server import Answer, Peer
 from horizonml.rendezvous.service import Handlers, Service, at_once
 
 _log = logging.getLogger(__name__)
-_PATIENCE_SECONDS = 0.75  # after which a service that does not answer is taken for gone
+_PATIENCE_SECONDS = 1.5  # for a service whose machine answers: its process may just be started anew
+_SILENT_SECONDS = 0.7  # without an answer, after which its machine is taken for gone
 _TRY_SECONDS = 0.75  # for a connection, once there are other places
 _REACH_SECONDS = 0.5  # for standbys to answer
 _AFTER_FIRST_SECONDS = 0.1  # for those of lower ranks, once one has answered
 _LOOK_SECONDS = 0.01
 _AT_ONCE = 8  # standbys that are tried at the same time
-_AGAIN_SECONDS, _REFUSED_SECONDS = (
-    2.0,
-    20.0,
-)  # between two looks whether the service answers again: usually, and once it has refused
+_AGAIN_SECONDS = 0.5  # between two looks whether the service answers again, so that newcomers there find the others
+_REFUSED_SECONDS = 20.0  # the same once it has refused
 _MOVE_SECONDS = 3.0  # in which all go back to it, once one has
 
 
@@ -84,7 +83,9 @@ class MeetingPlaces:
                 if isinstance(error, Unwanted) and not self.away:
                     raise
                 self._lost_since = self._lost_since or begin
-                if not self.away and time.monotonic() - self._lost_since < _PATIENCE_SECONDS:
+                now = time.monotonic()
+                waits = now - begin < _SILENT_SECONDS and now - self._lost_since < _PATIENCE_SECONDS
+                if not self.away and waits:
                     raise
                 found = self._elsewhere()
                 if found is None:
