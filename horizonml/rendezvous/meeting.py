@@ -40,7 +40,7 @@ _CONNECT_SECONDS = 5.0
 _HOLD_SECONDS = 0.25  # that the service holds a heartbeat of a rank that waits, until there is a verdict
 _ANSWER_SECONDS = 5.0
 _AGAIN_SECONDS = 0.2  # until a rank joins at another standby
-_FOLLOW_SECONDS = 5.0  # between two looks of a rank that waits whether the others meet elsewhere
+_FOLLOW_SECONDS = 3.0  # between two looks of a rank that waits whether the others meet elsewhere
 _PROBE_SECONDS = 1.0  # between two looks at who is dead
 _WITHDRAW_SECONDS = 5.0  # for the service to say whether a rank that withdraws still waits, or is a member already
 

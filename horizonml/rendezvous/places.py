@@ -145,10 +145,15 @@ class MeetingPlaces:
                     client = place.connect(_TRY_SECONDS, False)
                     client.close()
                     there = place if client.elsewhere is None else place.at(client.elsewhere)
-                    if there not in (self.now, self.told):
+                    if there not in (self.now, self.told) and self._comes_before(there):
                         self._go(there, "the others do not come to the rendezvous service")
                         return True
         return False
+
+    def _comes_before(self, place: Endpoint) -> bool:
+        """Return whether a standby is that of a lower rank than the one here, so that two ranks never change places."""
+        known = self._standbys
+        return not (self.now in known and place in known) or known.index(place) < known.index(self.now)
 
     def _back(self) -> None:
         with self._lock:

@@ -219,6 +219,11 @@ def test_ranks_go_to_the_standby_of_the_lowest_rank_that_is_there_and_back() -> 
         client = Endpoint(LOCAL, ports[2]).connect()
         assert client.address == f"{LOCAL}:{ports[1]}"
         client.close()
+        # Ranks that have chosen differently come together at the lower one, and do not change places.
+        places[2].now = Endpoint(LOCAL, ports[2])
+        assert not places[1].follow()
+        assert places[2].follow()
+        assert places[2].now.port == ports[1]
         with serving(told.port):
             wait_for(lambda: places[1].answers_again(), "the service being back", 20)
             assert not places[1].go_back(refuse)
