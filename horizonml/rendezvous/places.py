@@ -177,11 +177,11 @@ class MeetingPlaces:
     def _elsewhere(self) -> Client | None:
         """Return a connection to the first of the standbys that answers, and stay there."""
         for place in self._reached(self._standbys):
-            with suppress(ServiceError, ValueError):
+            with suppress(ServiceError):
                 client = place.connect(_TRY_SECONDS, False)
-                there = place if client.elsewhere is None else place.at(client.elsewhere)
-                if there not in (place, self.now, self.told):
-                    with suppress(ServiceError):
+                with suppress(ServiceError, ValueError):  # where its rank says that the others are, if that is better
+                    there = place.at(client.elsewhere) if client.elsewhere is not None else place
+                    if there not in (place, self.now, self.told):
                         other = there.connect(_TRY_SECONDS, False)
                         client.close()
                         client, place = other, there

@@ -23,10 +23,8 @@ from horizonml.state.saver import superfluous
 from horizonml.state.shards import METADATA, Metadata, is_folder_name, read_metadata, verify
 
 _log = logging.getLogger(__name__)
-_STOP_SECONDS, _END_SECONDS = (
-    20.0,
-    600.0,
-)  # that the end of a run waits for its last copy: if it was stopped, and if not
+_END_SECONDS = 600.0  # that the end of a run waits for its last copy
+_STOP_SECONDS = 20.0  # the same if it was stopped
 
 
 class CopyStore:
@@ -50,10 +48,19 @@ class CopyStore:
         return sorted(found, key=lambda name: int(name.partition("-")[2]), reverse=True)
 
     def put(self, path: Path) -> None:
-        """Copy a checkpoint, unless it is there. Raises OSError, CheckpointError."""
-        metadata = read_metadata(path)
-        if self._files.exists(self._at(path.name, METADATA)):
+        """Copy a checkpoint, unless it is there.
+
+        Raises OSError, and CheckpointError where copies of later steps are there: they may be of another training, and
+        `prune` would keep them instead of this one's.
+        """
+        metadata, there = read_metadata(path), self.steps()
+        if path.name in there and self._files.cat_file(self._at(path.name, METADATA)) == (path / METADATA).read_bytes():
             return
+        if any(int(name.partition("-")[2]) >= metadata.step for name in there):
+            raise CheckpointError(
+                f"{there[0]} is there, of another training or from before this one went back; nothing is copied until "
+                "this one is further: name another place (checkpoint.copy_to), or move those copies away"
+            )
         self._files.makedirs(self._at(path.name), exist_ok=True)
         here = [
             name for name in (*metadata.shards, *metadata.inner) if name in metadata.shards or (path / name).exists()

@@ -62,6 +62,21 @@ def test_the_newest_copies_and_the_best_one_are_kept_and_come_back_bit_for_bit(t
     assert [one.name for one in (elsewhere / "checkpoints").iterdir()] == [folder_name(5)]
 
 
+def test_copies_of_another_training_are_neither_replaced_nor_kept_instead_of_new_ones(
+    tmp_path: Path, place: str
+) -> None:
+    store = CopyStore(place)
+    for step in (10, 20):
+        store.put(saved(tmp_path / "earlier", step, best=10))
+    store.put(tmp_path / "earlier" / "checkpoints" / folder_name(20))  # it is there
+    for step in (5, 10, 20):
+        with pytest.raises(CheckpointError, match="step-00000020 is there, of another training"):
+            store.put(saved(tmp_path / "fresh", step))
+    assert store.steps() == [folder_name(20), folder_name(10)]
+    store.put(saved(tmp_path / "fresh", 30))
+    assert store.steps()[0] == folder_name(30)
+
+
 def test_a_copy_that_is_damaged_or_not_complete_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
