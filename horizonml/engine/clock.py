@@ -14,7 +14,7 @@ time is compute for as long as the accelerator was busy, which a `DeviceWatch` t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, time
 from typing import Literal, NamedTuple, Protocol
@@ -204,3 +204,28 @@ class StepResult:
     def bytes_received(self) -> int:
         """Return the number of bytes received from all other ranks."""
         return sum(received for _, received in self.traffic.values())
+
+
+def merged(steps: Sequence[StepResult], tail: StepResult) -> StepResult:
+    """Return local steps, and what came after them, as one step, with the totals and the divergence of the latter."""
+    every = [*steps, tail]
+    norms = [step.gradient_norm for step in steps if step.gradient_norm is not None]
+    return StepResult(
+        tail.totals,
+        wall=sum(step.wall for step in every),
+        compute=sum(step.compute for step in every),
+        transfer=sum(step.transfer for step in every),
+        wait=sum(step.wait for step in every),
+        samples=sum(step.samples for step in every),
+        entered=sum(step.entered for step in every),
+        traffic={
+            way: (sum(step.traffic[way][0] for step in every), sum(step.traffic[way][1] for step in every))
+            for way in WAYS
+        },
+        divergence=tail.divergence,
+        spans=[span for step in every for span in step.spans],
+        load=sum(step.load for step in steps),
+        gradient_norm=norms[-1] if norms else None,
+        told=tail.told,
+        local_steps=len(steps),
+    )

@@ -136,6 +136,7 @@ class Fragment:
         self._dtype = torch.float64 if double else torch.float32
         self._sizes = [parameter.numel() for parameter in parameters.values()]
         self._counts = [0.0] * len(members.ranks)  # the rows that each member has worked on since the last agreement
+        self._summed = self._counts  # those that the last sum is about, until it is taken over
         self._since = state.step  # the step of that agreement
         count, group, stage = sum(self._sizes), members.group, members.stage
         self._sum: Sum | None = None
@@ -185,7 +186,7 @@ class Fragment:
         """Begin to sum this member's outer gradient, and its buffers, with those of the others. Raises PeerLost."""
         total = sum(self._counts)
         weight = self._counts[self._members.place] / total if total else 1.0 / len(self._counts)
-        self._counts = [0.0] * len(self._counts)
+        self._counts, self._summed = [0.0] * len(self._counts), self._counts
         self._works = []
         if self._sum is not None:
             self._own = self.outer - self._flat()
@@ -273,8 +274,26 @@ class Fragment:
         self._kept = {name: buffer.clone() for name, buffer in self._buffers.named().items()}
         for name, value in own.items():
             every[name].detach().lerp_(value, MIXING)
+        self._summed = [0.0] * len(self._counts)
         self._since, self.found, self._next = step, {}, (torch.zeros(0), torch.zeros(0))
         self._vector, self._own, self._arrived = torch.zeros(0), torch.zeros(0), []
+
+    @property
+    def rows(self) -> float:
+        """Return how many rows this member has worked on since the last agreement."""
+        return self._counts[self._members.place] + self._summed[self._members.place]
+
+    def own(self) -> dict[str, Tensor]:
+        """Return this member's own parameters and buffers, by name; these are no copies."""
+        copies = {name: copy.detach() for name, (_, copy) in self._copies.items()}
+        own = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        return own | copies | self._buffers.named()
+
+    def go_on(self, own: Mapping[str, Tensor] | None, rows: Sequence[float]) -> None:
+        """Go on from what this member has done in an earlier group, if it has; `rows` are those of each member."""
+        for name, tensor in self.own().items() if own is not None else ():
+            tensor.copy_(own[name])
+        self._counts = list(rows)
 
     @torch.no_grad()
     def roll_back(self) -> None:

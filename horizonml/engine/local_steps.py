@@ -7,7 +7,8 @@ members of each stage sum their outer gradients (`outer.fragment`); then all ran
 on, and on whether all of that was finite, and only then does anyone go on from the new parameters.
 
 The state of a run with local steps is what all members have agreed on last. When the session ends at any other
-moment, the parameters go back to that, so a rank that is lost costs no more than the steps since then.
+moment, the parameters go back to that, so that all ranks of the next group hold the same. Each replica that is still
+whole then goes on from its own steps, so the loss of another one costs nobody else a step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NoReturn
 
@@ -28,7 +29,7 @@ from horizonml.comm.group import Group
 from horizonml.data.dataset import BatchOfWorkers, Inputs, NeededRows, Tree
 from horizonml.data.sampler import name_seed
 from horizonml.data.samples import join
-from horizonml.engine.clock import WAYS, StepResult, Totals
+from horizonml.engine.clock import StepResult, Totals, merged
 from horizonml.engine.fragment import Fragment, fragments_of
 from horizonml.engine.session import Session, Trainer
 from horizonml.engine.sync.base import Members
@@ -38,7 +39,7 @@ from horizonml.machine.host import cpu_seconds
 from horizonml.plan.local import Local
 from horizonml.plan.plan import PLAIN, Execution, Plan
 from horizonml.state.follow import Following
-from horizonml.state.optim import PreparedOuter
+from horizonml.state.optim import OwnSteps, PreparedOuter
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import Batch, Task
 
@@ -101,6 +102,10 @@ class LocalSession(Trainer):
         self._synced = self._base = state.step
         self._waiting: list[BatchRows] = []  # rows that are to be a part of the next local step
         self._pending = [0] * len(shares)  # how many rows wait on each replica
+        self._done = [state.step] * len(shares)  # the step up to which each replica had trained in an earlier group
+        self._trained = state.step  # the step up to which this replica has worked on all of its rows
+        self._summing: tuple[int, ...] = ()  # the fragments on which all are about to agree
+        self._refused = False
         self._found, self._samples = self._totals.found({}), 0
         self._sent = 0  # bytes, in the step under way
         self._apart: float | None = None  # how far this replica's outer gradient was from the mean
@@ -126,7 +131,75 @@ class LocalSession(Trainer):
             ties = [names for names in here if len(names) > 1]
             every.append(fragments_of(self._local, members, self.state, stage.parameters, stage.module, ties))
         self._fragments = [[of_stage[number] for of_stage in every] for number in range(self._local.fragments)]
-        self._synced = self._base = self.state.step
+        self._synced = self._base = self._trained = self.state.step
+        self._done = [self.state.step] * len(self._shares)
+
+    def begin(self) -> None:
+        """Go on from what the replicas have done since they agreed last, if an earlier group was lost then.
+
+        Replicas may have come differently far, so the next step is the first one that any of them has not done. What a
+        replica did that has lost a rank is lost; others repeat their steps only if this rank's layers have changed.
+        """
+        self._begin_training()
+        own, self.state.own_steps = self.state.own_steps, None
+        agreed, kept = self.state.step, self._kept(own)
+        told = self.group.exchange(
+            Kept(own is not None, kept.done, kept.replica, kept.rows)
+            if kept is not None
+            else Kept(own is not None, agreed, (), ())
+        )
+        done = [done_by([told[rank] for rank in ranks], agreed) for ranks in self.plan.replicas]
+        first = min((step for step in done if step is not None), default=agreed)
+        self._done = [first if step is None else step for step in done]
+        leads = [told[ranks[0]] for ranks in self.plan.replicas]
+        goes_on = [step is not None and step > agreed for step in done]
+        for number, fragments in enumerate(self._fragments):
+            rows = [lead.rows[number] if here else 0.0 for lead, here in zip(leads, goes_on, strict=True)]
+            for fragment in fragments:
+                fragment.go_on(kept.tensors[number] if kept and goes_on[self._place] else None, rows)
+        if kept and goes_on[self._place]:
+            self._found, self._samples = kept.found, kept.samples
+        self._trained = self._done[self._place]
+        self.state.step = self._base = first
+        self.state.given_up = self._trained - first
+
+    def _kept(self, own: OwnSteps | None) -> OwnSteps | None:
+        """Return what this rank can go on from of its own steps, or None if there is nothing."""
+        if own is None or self.state.step not in (own.since, own.pending) or own.done <= self.state.step:
+            return None
+        every = [{name: t for one in here for name, t in one.own().items()} for here in self._fragments]
+        shapes = [{name: tensor.shape for name, tensor in here.items()} for here in every]
+        if shapes != [{name: tensor.shape for name, tensor in here.items()} for here in own.tensors]:
+            return None
+        if self.state.step == own.since:
+            return own
+        # The others had gone on from a synchronisation, and so has this rank meanwhile.
+        summed = own.sums
+        return replace(
+            own,
+            rows=tuple(0.0 if number in summed else rows for number, rows in enumerate(own.rows)),
+            tensors=tuple(every[n] if n in summed else tensors for n, tensors in enumerate(own.tensors)),
+            found=torch.zeros_like(own.found),
+            samples=0,
+        )
+
+    def _own_steps(self) -> OwnSteps:
+        """Return copies of what this rank has done since all agreed last."""
+        prepared, ahead = self.state.prepared, self._trained > self._synced
+        return OwnSteps(
+            self._synced,
+            self._trained,
+            (self._place, len(self.plan.replicas[self._place])),
+            tuple(here[0].rows if here else 0.0 for here in self._fragments),
+            tuple(
+                {name: tensor.clone() for one in here for name, tensor in one.own().items()} if ahead else {}
+                for here in self._fragments
+            ),
+            prepared.step if isinstance(prepared, PreparedOuter) else 0,
+            self._summing,
+            self._found,
+            self._samples,
+        )
 
     def step(
         self,
@@ -174,8 +247,10 @@ class LocalSession(Trainer):
     def _train(self, batch: Batch, learning_rate: float, full: bool) -> list[StepResult]:
         """Take the local steps that are due with a global batch; before a `full` synchronisation, at least one."""
         parts, number = self.plan.stages[0].parts(batch.size), self.state.step
+        parts = [part if number >= done else (0, 0) for part, done in zip(parts, self._done, strict=True)]
         updates = [self._local.updates(share, number - self._base) for share in self._shares]
         updates = [max(1, due) for due in updates] if full else updates
+        updates = [due if number >= done else 0 for due, done in zip(updates, self._done, strict=True)]
         waiting = [before + end - first for before, (first, end) in zip(self._pending, parts, strict=True)]
         trained = [rows if due else 0 for rows, due in zip(waiting, updates, strict=True)]
         self._pending = [before - done for before, done in zip(waiting, trained, strict=True)]
@@ -194,6 +269,7 @@ class LocalSession(Trainer):
                 steps.append(self._inner.step(piece, learning_rate))
             self._found, self._samples = self._found + self._inner.found, self._samples + piece.size
             self._last = steps[-1].totals
+        self._trained = number + 1
         return steps
 
     def _begin_sum(self, number: int) -> None:
@@ -232,7 +308,7 @@ class LocalSession(Trainer):
         finite = all(fine for fine, _ in results) and bool(torch.isfinite(self._found).all())
         found = {key: value for fragment in fragments for key, value in fragment.found.items()}
         if finite:  # or those who lose the others' consent could go on from what all would have refused
-            self.state.prepared = PreparedOuter(step, found)
+            self.state.prepared, self._summing = PreparedOuter(step, found), tuple(numbers)
         self.clock.switch("wait", "others")
         totals = self._totals.agree(self._found, self._samples, None, self._stop, self._newcomers, finite)
         self.clock.switch("compute", "update")
@@ -246,6 +322,7 @@ class LocalSession(Trainer):
 
     def _refuse(self, step: int) -> NoReturn:
         """Raise Diverged on all ranks, naming one whose parameters or loss are not finite."""
+        self._refused = True
         own = [p.sum() for stage in self.stages.values() for p in stage.parameters.values()]
         broken = not all(bool(torch.isfinite(value)) for value in (*own, *self._found))
         told = self.group.gather_json(broken, boolean)
@@ -306,8 +383,10 @@ class LocalSession(Trainer):
         return next((why for rows in sizes if (why := self._inner.try_smallest(rows)) is not None), None)
 
     def close(self) -> None:
-        """Go back to what all ranks have agreed on last, and release everything but the state."""
+        """Go back to what all ranks have agreed on last, and release everything but the state and this rank's steps."""
         self._inner.close()
+        if self._fragments and not self._refused:
+            self.state.own_steps = self._own_steps()
         for fragment in itertools.chain(*self._fragments):
             fragment.roll_back()
         if self._fragments:
@@ -318,6 +397,28 @@ class LocalSession(Trainer):
         self._fragments, self._waiting = [], []
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Describes what a rank has of its own steps when a group begins."""
+
+    before: bool  # whether it was in an earlier group that took local steps
+    done: int
+    replica: tuple[int, ...]  # the number of the replica that it was in, and the ranks of that; empty without steps
+    rows: tuple[float, ...]
+
+
+def done_by(ranks: Sequence[Kept], agreed: int) -> int | None:
+    """Return the step up to which a replica has trained, or None if it begins anew, wherever the others are.
+
+    `ranks` are its members; `agreed` is the step up to which all have. Members that are together as before, but cannot
+    go on, repeat their steps; where they come from several replicas, those have lost ranks, and their steps with them.
+    """
+    whole = len({one.replica for one in ranks}) == 1 and ranks[0].replica[1:] == (len(ranks),)
+    if whole and len({one.done for one in ranks}) == 1:
+        return ranks[0].done
+    return agreed if whole or any(one.before and not one.replica for one in ranks) else None
+
+
 @contextmanager
 def _said_of_replicas(synced: int) -> Iterator[None]:
     """Let an error of a replica say what becomes of the parameters."""
@@ -325,31 +426,6 @@ def _said_of_replicas(synced: int) -> Iterator[None]:
         yield
     except Diverged as error:
         raise Diverged(str(error).replace(UNCHANGED, _SYNCED.format(step=synced))) from None
-
-
-def merged(steps: Sequence[StepResult], tail: StepResult) -> StepResult:
-    """Return local steps, and what came after them, as one step, with the totals and the divergence of the latter."""
-    every = [*steps, tail]
-    norms = [step.gradient_norm for step in steps if step.gradient_norm is not None]
-    return StepResult(
-        tail.totals,
-        wall=sum(step.wall for step in every),
-        compute=sum(step.compute for step in every),
-        transfer=sum(step.transfer for step in every),
-        wait=sum(step.wait for step in every),
-        samples=sum(step.samples for step in every),
-        entered=sum(step.entered for step in every),
-        traffic={
-            way: (sum(step.traffic[way][0] for step in every), sum(step.traffic[way][1] for step in every))
-            for way in WAYS
-        },
-        divergence=tail.divergence,
-        spans=[span for step in every for span in step.spans],
-        load=sum(step.load for step in steps),
-        gradient_norm=norms[-1] if norms else None,
-        told=tail.told,
-        local_steps=len(steps),
-    )
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,10 @@ class Trainer(Protocol):
         """Return whether this rank is a member of the last stage, which reads targets."""
         return len(self.plan.stages) - 1 in self.stages
 
+    def begin(self) -> None:
+        """Make ready for the first step of a group, with the state that all ranks have agreed on."""
+        self.state.own_steps = None
+
     def follow(self, following: Following) -> None: ...
     def end_following(self) -> None: ...
     def step(

@@ -160,9 +160,10 @@ class Generation:
                     anew = False
                 if group.rank == 0:
                     self._record_plan(course, info, model, hosts, devices)
+                session.begin()
                 recorder = recorder_for(life, about, session, course.detector, energy, going_on)
                 if life.outage is not None and source is not None:
-                    recorder.after(life.outage, self.number, source, life.state.step)
+                    recorder.after(life.outage, self.number, source, life.state.step + life.state.given_up)
                 life.outage = None
                 if followers:
                     _follow(session, followers)

@@ -278,6 +278,24 @@ class PreparedOuter:
     tensors: dict[str, Tensor]  # new values by the names that they have in the state
 
 
+@dataclass(frozen=True)
+class OwnSteps:
+    """Holds what a member of the replicas has done since all agreed last, when its group ended in between.
+
+    The state itself has gone back to what all agreed on; in the next group, the member goes on from its own steps.
+    """
+
+    since: int  # the step after which all agreed last
+    done: int  # the step up to which this member has trained
+    replica: tuple[int, int]  # the number of its replica, and how many ranks that had
+    rows: tuple[float, ...]  # on which the replica has worked since the last sum of each fragment
+    tensors: tuple[dict[str, Tensor], ...]  # of each fragment, this member's own parameters and buffers
+    pending: int  # the step in which the others may have gone on from a synchronisation; 0 if there was none
+    sums: tuple[int, ...]  # the fragments of that synchronisation
+    found: Tensor  # the totals of the replica's steps
+    samples: int
+
+
 def is_inner(key: str) -> bool:
     """Return whether a tensor of the state belongs to the optimizer of a single member."""
     return named(key)[1] not in (None, MOMENTUM, AVERAGE)

@@ -18,7 +18,7 @@ from horizonml.models.module_slice import HOST, bring
 from horizonml.models.weights import aliases
 from horizonml.models.zoo import Model
 from horizonml.plan.lossy import Tried
-from horizonml.state.optim import AVERAGE, MOMENTUM, Optimizer, PreparedOuter, Scales, swapped
+from horizonml.state.optim import AVERAGE, MOMENTUM, Optimizer, OwnSteps, PreparedOuter, Scales, swapped
 from horizonml.state.parts import TensorSplit, name_of, named
 from horizonml.state.shards import Best
 from horizonml.state.spec import Adam, Ema, Sgd
@@ -59,7 +59,8 @@ class TrainState:
         """`local` says that members may take local steps, so that there may be the momentum of an outer optimizer."""
         self.model, self.optimizer, self.device = model, Optimizer(optimizer, ema), device
         self.step = 0  # the number of steps done
-        self.given_up = 0  # steps that were done after this one and went with their group: those of local training
+        self.given_up = 0  # steps that this rank has done after this one, which are no part of the state: local ones
+        self.own_steps: OwnSteps | None = None  # what it has of them, when a group has ended
         self.metrics: dict[str, Any] = {}  # results of the last evaluation on held-out data
         self.best: dict[str, Best] = {}  # the best evaluation for each purpose
         self.tried: Tried | None = None  # what a trial has found about lossy formats

@@ -49,7 +49,7 @@ def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     yield begin
     for process in started:
         process.kill()
-        process.communicate()
+        print(process.communicate()[0])  # pytest shows it where the test has failed
     left = ours(folder)
     for other in left:
         other.kill()

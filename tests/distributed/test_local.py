@@ -15,10 +15,10 @@ from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
-from horizonml.engine.local_steps import LocalSession, open_session
+from horizonml.engine.local_steps import Kept, LocalSession, done_by, open_session
 from horizonml.errors import Diverged, PeerLost, PlanError
 from horizonml.plan.local import Local
-from horizonml.plan.plan import Plan, Sync
+from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool
@@ -262,42 +262,102 @@ def test_an_outer_gradient_that_is_not_finite_is_refused_on_all_ranks(pool: Pool
             assert (same, step) == (True, 4)
 
 
-def interrupted(rank: int, world_size: int, store: Store, case: Locally, steps: int, lost: int) -> dict[str, Tensor]:
-    """Lose the group in the middle, and go on without one of its ranks."""
+def interrupted(
+    rank: int, world_size: int, store: Store, case: Locally, steps: list[int], lost: set[int], after: list[float]
+) -> tuple[int, dict[str, Tensor]]:
+    """Take so many steps on each rank, lose some ranks, and go on to the next synchronisation without them.
+
+    `after` are the shares that the ranks have then. Return the first step in the new group, and the state at its end.
+    """
     model = model_of(case)
     group = Group(PrefixStore("first", store), rank, world_size, 30.0)
     session = session_for(case.plan(len(model.chain)), model, group, PLAIN, FULL)
-    for step in range(steps):
+    for step in range(steps[rank]):
         session.step(RandomBatch(step), LR)
     session.close()
     group.close()
     state = session.state
-    assert state.step == steps // 4 * 4
-    if rank == lost:
-        return {}
-    ranks = [one for one in range(world_size) if one != lost]
+    assert state.step == 4
+    if rank in lost:
+        return 0, {}
+    ranks = [one for one in range(world_size) if one not in lost]
     group = Group(PrefixStore("second", store), ranks.index(rank), len(ranks), 30.0)
     found = agreed_state(state, True, group)
     assert found is not None
-    assert found.step == steps // 4 * 4
-    plan = replace(case, members=(case.members[0][:-1],)).plan(len(model.chain))
-    session = open_session(plan, state, group, Classification(), FULL)
-    for step in range(state.step, state.step + 4):
-        session.step(RandomBatch(step), LR)
-    tensors = state_of(session)
-    session.close()
+    assert found.step == 4
+    stages = len(case.members)
+    plan = replace(case, members=(tuple(after),) * stages).plan(len(model.chain))
+    again = open_session(plan, state, group, Classification(), FULL)
+    again.begin()
+    first = state.step
+    for step in range(first, 8):
+        again.step(RandomBatch(step), LR)
+    tensors = state_of(again)
+    again.close()
     group.close()
-    return tensors
+    return first, tensors
 
 
-def test_survivors_go_on_from_what_all_agreed_on_last(pool: Pool) -> None:
+def worked(case: Locally, start: dict[str, Tensor], rows: Sequence[tuple[int, tuple[int, int]]]) -> dict[str, Tensor]:
+    """The parameters of a replica after these rows of these batches, one after another."""
+    stage = model_of(case).stage(0, len(model_of(case).chain)).train()
+    stage.load_state_dict({name: start[f"model/{name}"] for name in stage.state_dict()})
+    optimizer = torch.optim.SGD(stage.parameters(), lr=LR, weight_decay=1e-3)
+    for step, (first, end) in rows:
+        optimizer.zero_grad()
+        inputs, targets = RandomBatch(step).inputs(first, end), RandomBatch(step).targets(first, end)
+        torch.nn.functional.cross_entropy(stage(inputs), targets).backward()
+        optimizer.step()
+    return {f"model/{name}": value.detach().clone() for name, value in stage.state_dict().items()}
+
+
+@pytest.mark.parametrize("steps", [[6, 6, 6, 7], [7, 6, 6, 5]], ids=["equally far", "differently far"])
+def test_a_lost_replica_costs_the_others_no_step(pool: Pool, steps: list[int]) -> None:
     case = Locally("four", ((1.0,) * 4,), local=Local(4))
-    kept = [state for state in pool.run(4, interrupted, case, 6, 3) if state]
-    assert len(kept) == 3
-    for state in kept[1:]:
-        assert all(torch.equal(state[key], kept[0][key]) for key in state if key.startswith("model/"))
-    again = [state for state in pool.run(4, interrupted, case, 4, 3) if state]  # without the two steps that were lost
-    assert all(torch.equal(kept[0][key], again[0][key]) for key in kept[0]), "two lost steps have left something"
+    kept = [found for found in pool.run(4, interrupted, case, steps, {3}, [1.0] * 3) if found[1]]
+    assert [first for first, _ in kept] == [6] * 3
+    agreed = pool.run(4, synchronise, replace(case, optimizer=PLAIN), 4)[0][0]
+    before, after = (Stage(0, 1, tuple(range(count)), (1.0,) * count) for count in (4, 3))
+    moved, total = [], 0
+    for rank in range(3):
+        plans = [(step, before if step < steps[rank] else after) for step in range(4, 8)]
+        rows = [(step, stage.parts(RandomBatch(step).size)[rank]) for step, stage in plans]
+        count = sum(end - first for _, (first, end) in rows)
+        moved.append((count, worked(case, agreed, rows)))
+        total += count
+    for _, state in kept:
+        for name in moved[0][1]:
+            expected = torch.stack([count / total * own[name] for count, own in moved]).sum(0)
+            assert distance(state[name], expected) < 1e-5, name
+
+
+def test_a_replica_that_is_a_pipeline_goes_on_as_a_whole(pool: Pool) -> None:
+    case = Locally("four", ((1.0, 1.0), (1.0, 1.0)), 2, local=Local(4))
+    kept = pool.run(4, interrupted, case, [6] * 4, set(), [1.0, 1.0])
+    assert [first for first, _ in kept] == [6] * 4
+    whole = pool.run(4, synchronise, replace(case, optimizer=PLAIN), 8)
+    for (_, state), (expected, _, _) in zip(kept, whole, strict=True):
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def kept(done: int, place: int, before: bool = True) -> Kept:
+    """What a rank of a pipeline of two says that it has, in a replica of this number."""
+    return Kept(before, done, (place, 2), (1.0,))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([kept(7, 0), kept(7, 0)], 7),
+        ([kept(7, 0), kept(6, 0)], 4),  # they have come differently far, so both repeat their steps
+        ([kept(7, 0), kept(7, 1)], None),  # both have lost the rest of their replica
+        ([kept(7, 0), Kept(False, 4, (), ())], None),
+        ([kept(7, 0), Kept(True, 4, (), ())], 4),  # other layers than before
+        ([Kept(False, 4, (), ())] * 2, None),
+    ],
+)
+def test_replicas_go_on_only_as_a_whole(ranks: list[Kept], expected: int | None) -> None:
+    assert done_by(ranks, 4) == expected
 
 
 def unsure(

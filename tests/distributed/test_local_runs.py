@@ -96,9 +96,7 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(folder: Path, way: list[s
         assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_rank_that_is_lost_costs_the_steps_since_the_last_synchronisation(
-    folder: Path, start: Start, service: Service
-) -> None:
+def test_a_rank_that_is_lost_costs_the_others_no_step(folder: Path, start: Start, service: Service) -> None:
     def rank(number: int) -> subprocess.Popen[str]:
         options = [*LOCALLY, *QUIET, *ADAM, "--set", "epochs=5000", "--set", "checkpoint.enabled=false"]
         place = {"RANK": str(number), "WORLD_SIZE": "3", "HORIZONML_RENDEZVOUS": service.address}
@@ -106,14 +104,14 @@ def test_a_rank_that_is_lost_costs_the_steps_since_the_last_synchronisation(
 
     ranks = [rank(number) for number in range(3)]
     wait_for(lambda: steps(folder) > 20, "the first steps")
+    before = steps(folder)
     rank_process(folder, 2).kill()
     wait_for(lambda: len(records(folder, "run")) == 2 and bool(records(folder, "recovery")), "a group of two")
     recovery, resumed = records(folder, "recovery")[0], records(folder, "run")[1]
     assert (recovery["source"], recovery["lost"]) == ("memory", [2])
     assert resumed["world_size"] == 2
-    assert resumed["resumed_at"] % 8 == 0
-    assert resumed["resumed_at"] > 12
-    assert recovery["steps_repeated"] <= 8
+    assert resumed["resumed_at"] >= before
+    assert recovery["steps_repeated"] == 0
 
     ranks[2] = rank(2)  # it joins at a synchronisation, with what all have agreed on
     wait_for(lambda: len(records(folder, "run")) == 3, "a group of three again")
