@@ -23,9 +23,11 @@ from horizonml.comm.connect import Connections
 from horizonml.comm.expected import Reader, anything, fields, instance, optional, plain, text
 from horizonml.comm.tunnel.client import Links
 from horizonml.comm.work import (
+    SMALL_MESSAGE,
     Collective,
     Done,
     FromItself,
+    Message,
     MessageLog,
     Moves,
     Naming,
@@ -98,6 +100,7 @@ class Group:
         self._outbox: dict[int, Tensor] = {}  # messages of this rank to itself
         self.log: MessageLog | None = None  # which takes note of what is sent
         self._over = over or threading.Event()  # set once the group has been broken off
+        self._waiters = threading.local()  # see `Message`
         self._subgroups: dict[tuple[tuple[int, ...], int], Any] = {}
         self._closing: list[Callable[[], Any]] = []
         self._twins: list[Group] = []
@@ -197,8 +200,7 @@ class Group:
             self.log.add(tensor, peer, tag)
         self._moves.count += 1
         with Naming(peer):
-            work: Work = self._world.send([tensor], peer, tag)
-        return work
+            return self._under_way(self._world.send([tensor], peer, tag), tensor)
 
     def receive(self, into: Tensor, peer: int, tag: int) -> Work:
         """Begin to receive into a contiguous tensor of the size that was sent."""
@@ -206,8 +208,11 @@ class Group:
         if peer == self.rank:
             return FromItself(self._outbox, tag, into)
         with Naming(peer):
-            work: Work = self._world.recv([into], peer, tag)
-        return work
+            return self._under_way(self._world.recv([into], peer, tag), into)
+
+    def _under_way(self, work: Work, tensor: Tensor) -> Work:
+        whole = tensor.nbytes <= SMALL_MESSAGE or isinstance(work, Done)
+        return work if whole else Message(work, self._waiters, self._over)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], stage: int = 0) -> Work:
         """Begin to sum a tensor over `ranks` in place. All must make the same calls for a `stage` in the same order."""

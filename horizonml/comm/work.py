@@ -8,6 +8,7 @@ what crosses the boundary of a failed part is the idea of SWIFT (Zhong et al., P
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -60,6 +61,73 @@ class Collective:
                     return
                 if self._over.is_set():
                     raise PeerLost("the group was broken off") from None
+
+
+SMALL_MESSAGE = 1024
+"""The most bytes of a message that arrives in one piece, or not at all."""
+
+
+class Message:
+    """Stands for a message that is under way, for which a rank waits no longer than its group lasts.
+
+    When a connection breaks in the middle of a message, gloo wakes neither its sender nor its receiver before the
+    group's timeout. So another thread waits for it in gloo, and is left behind where that happens.
+    """
+
+    def __init__(self, work: Any, waiters: threading.local, over: threading.Event) -> None:
+        """`waiters` has, for each thread, the one that waits for it; `over` is set once the group is over."""
+        self._work, self._waiters, self._over = work, waiters, over
+
+    def wait(self) -> None:
+        waiter = getattr(self._waiters, "own", None)
+        if waiter is None:
+            waiter = self._waiters.own = _Waiter()
+        waiter.wait(self._work, self._over)
+
+
+class _Waiter:
+    """Waits for messages in a thread of its own, one at a time. Locks are what wakes a thread soonest."""
+
+    def __init__(self) -> None:
+        self._slot, self._stuck = _Slot(), False
+        threading.Thread(target=_wait, args=(self._slot,), name="messages", daemon=True).start()
+        weakref.finalize(self, self._slot.begun.release)  # without a message, which ends the thread
+
+    def wait(self, work: Any, over: threading.Event) -> None:
+        """Wait for a message. Raises PeerLost if the group is over, and what gloo raises."""
+        slot = self._slot
+        if not self._stuck:
+            slot.work = work
+            slot.begun.release()
+        while not self._stuck:
+            if slot.ended.acquire(timeout=WAIT_SECONDS):
+                if slot.error is not None:
+                    raise slot.error
+                return
+            self._stuck = over.is_set()
+        raise PeerLost("the group was broken off")
+
+
+class _Slot:
+    """Takes a message to the thread that waits for it, and brings back how that ended."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = threading.Lock(), threading.Lock()  # held until there is something
+        self.begun.acquire()
+        self.ended.acquire()
+        self.work: Any = None
+        self.error: Exception | None = None
+
+
+def _wait(slot: _Slot) -> None:
+    while slot.begun.acquire() and (work := slot.work) is not None:
+        try:
+            work.wait()
+            slot.error = None
+        except GLOO_ERRORS as error:
+            slot.error = error
+        slot.work = work = None  # or it would keep the message until the next one comes
+        slot.ended.release()
 
 
 class SumChain:

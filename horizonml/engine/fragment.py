@@ -291,8 +291,9 @@ class Fragment:
 
     def go_on(self, own: Mapping[str, Tensor] | None, rows: Sequence[float]) -> None:
         """Go on from what this member has done in an earlier group, if it has; `rows` are those of each member."""
-        for name, tensor in self.own().items() if own is not None else ():
-            tensor.copy_(own[name])
+        if own is not None:
+            for name, tensor in self.own().items():
+                tensor.copy_(own[name])
         self._counts = list(rows)
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import threading
 import time
 from datetime import timedelta
 
@@ -116,3 +117,35 @@ def test_a_mute_service_holds_nobody_up_while_ranks_connect(pool: Pool) -> None:
         assert "no answer within 2.0 s" in further[0]
         assert first[0].startswith("the rendezvous service did not answer ("), first
         assert all(seconds < SECONDS + 5 for _, seconds in found)  # as for every wait that has a deadline
+
+
+def half_a_message(rank: int, world_size: int, store: Store, sending: bool) -> tuple[str, float]:
+    """Lose rank 1 in the middle of a message of 256 MiB from it, or to it; the group is broken off a moment later."""
+    group = Group(store, rank, world_size, 60.0)
+    tensor, tag = torch.zeros(1 << 26), group.channel("boundaries").tag(0)
+    if rank == 1:
+        group.send(tensor, 0, tag) if sending else group.receive(tensor, 0, tag)
+        time.sleep(0.01)
+        store.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        group.close()
+        return "", 0.0
+    work = group.receive(tensor, 1, tag) if sending else group.send(tensor, 1, tag)
+    other, said = int(store.get("pid")), ""
+    threading.Timer(0.5, group.abort).start()
+    began = time.monotonic()
+    try:
+        group.wait(work, 1)
+    except PeerLost as error:
+        said = str(error)
+    seconds = time.monotonic() - began
+    os.kill(other, signal.SIGCONT)
+    group.close()
+    return said, seconds
+
+
+@pytest.mark.parametrize("sending", [True, False])
+def test_a_peer_that_is_lost_in_the_middle_of_a_message_holds_nobody_up(pool: Pool, sending: bool) -> None:
+    said, seconds = pool.run(2, half_a_message, sending)[0]
+    assert said
+    assert seconds < 30.0  # and not until the group's timeout
