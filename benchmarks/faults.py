@@ -201,7 +201,7 @@ def mirror(options: argparse.Namespace, number: int) -> Round:
     """Train with and without mirroring, in an order that changes from round to round."""
     found: Round = {"rank": "-"}
     for on in (True, False) if number % 2 else (False, True):
-        with stepping(options, f"recovery.mirror={str(on).lower()}") as cluster:
+        with stepping(options, f"recovery.mirrors={int(on)}") as cluster:
             begin = time.time()
             time.sleep(options.reference + 1.5)
             seen = window([cluster.trace(0)], begin, begin + options.reference)

@@ -24,7 +24,7 @@ _COMMON: dict[str, Any] = {
     "batch_size": 64,
     "lr_schedule": {"name": "cosine", "warmup_steps": 10},
     "checkpoint": {"enabled": False},
-    "recovery": {"mirror": False},
+    "recovery": {"mirrors": 0},
     "telemetry": {"timeline_every": 0, "divergence_every": 0},
 }
 TASKS = {

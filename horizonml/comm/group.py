@@ -21,6 +21,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, Store
 
 from horizonml.comm.connect import Connections
 from horizonml.comm.expected import Reader, anything, fields, instance, optional, plain, text
+from horizonml.comm.playback import Recording
 from horizonml.comm.tunnel.client import Links
 from horizonml.comm.work import (
     SMALL_MESSAGE,
@@ -31,7 +32,6 @@ from horizonml.comm.work import (
     MessageLog,
     Moves,
     Naming,
-    Recording,
     SumChain,
     Work,
 )
@@ -108,8 +108,9 @@ class Group:
         alone = hosts is not None and len(set(hosts)) == 1
         self.links = None if alone else links
         address = "127.0.0.1" if alone else None
-        self._connections = Connections(store, rank, world_size, timeout, self._over, address, self.links)
-        self._connections.arrive()
+        connecting = Connections(store, rank, world_size, timeout, self._over, address, self.links)
+        self._connections: Connections | Recording = connecting
+        connecting.arrive()
         self._world = self._connections.connect("world", tuple(range(world_size)))
 
     def within(self, ranks: Sequence[int]) -> Group:
@@ -127,10 +128,10 @@ class Group:
 
     @classmethod
     def played_back(cls, rank: int, world_size: int, recording: Recording) -> Group:
-        """Return the group of a lost rank, which receives what was recorded, and whose messages go nowhere."""
+        """Return the group of a lost rank whose work is repeated, and which receives what was recorded."""
         group = cls(None, 0, 1, 1.0)
         group.rank, group.world_size, group._origins = rank, world_size, range(world_size)
-        group._world = recording
+        group._world, group._connections = recording, recording
         return group
 
     def twin(self, name: str, timeout: float) -> Group:

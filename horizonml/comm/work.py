@@ -1,8 +1,8 @@
 """Waits for messages and sums that are under way, no longer than their group lasts.
 
-The messages that were sent to some ranks can be kept and played back, so that the work of a lost rank can be repeated.
-They are the tensors themselves, not copies: nobody writes to an activation or a gradient after it was sent. Logging
-what crosses the boundary of a failed part is the idea of SWIFT (Zhong et al., PPoPP 2023).
+The messages that were sent to some ranks can be kept, so that the work of lost ranks can be repeated (`playback`). They
+are the tensors themselves, not copies: nobody writes to an activation or a gradient after it was sent. Logging what
+crosses the boundary of a failed part is the idea of SWIFT (Zhong et al., PPoPP 2023).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -241,30 +241,3 @@ class MessageLog:
             if since <= step < before
             for tag, tensor in receivers.get(receiver, {}).items()
         }
-
-
-Messages = Mapping[tuple[int, int], Tensor]  # by sender and tag
-
-
-class Recording:
-    """Stands for the process group of a lost rank: what it receives was recorded, and what it sends goes nowhere."""
-
-    def __init__(self) -> None:
-        self.messages: Messages = {}  # of the step that is repeated
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Done:
-        """Drop a message."""
-        return Done()
-
-    def recv(self, into: list[Tensor], peer: int, tag: int) -> Done:
-        """Receive a message that was recorded. Raises PeerLost."""
-        if (peer, tag) not in self.messages:
-            raise PeerLost(f"message {tag} of rank {peer} was not recorded")
-        into[0].copy_(self.messages[peer, tag])
-        return Done()
-
-    def allgather(self, every: list[list[Tensor]], own: list[Tensor]) -> Done:
-        """Let all others say the same as this rank, which then need not wait for them."""
-        for other in every[0]:
-            other.copy_(own[0])
-        return Done()

@@ -8,7 +8,7 @@ are updated. The state changes only in the update, so a session can be dropped a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from horizonml.comm.expected import items, mapping, text
 from horizonml.comm.group import Group
-from horizonml.comm.work import Messages, Recording
+from horizonml.comm.playback import Messages, Playback, Recording
 from horizonml.data.dataset import NeededRows
 from horizonml.engine.clock import WAYS, Clock, StepResult, Totals, Way
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
@@ -233,8 +233,8 @@ class Session(Trainer):
     def replay(self, batch: Batch, learning_rate: float, scale: float) -> None:
         """Repeat a step that the other ranks have done already, from the messages that they sent in it.
 
-        The session's group has these messages; this rank must be the only member of each of its stages. `scale` is the
-        factor by which all ranks have multiplied the step's gradients.
+        The session's group has these messages. `scale` is the factor by which all ranks have multiplied the step's
+        gradients.
         """
         self._reduce(self._pass(batch, False)[0], others=False)
         self._commit(list(self.stages), learning_rate, scale)
@@ -458,21 +458,25 @@ class Session(Trainer):
 
 def replay(
     plan: Plan,
-    rank: int,
-    state: TrainState,
-    steps: Iterator[tuple[Messages, Batch, float, float]],
+    states: Mapping[int, TrainState],
+    steps: Callable[[int], Iterator[tuple[Messages, Batch, float, float]]],
     task: Task,
     batch_size: int,
     execution: Execution = PLAIN,
 ) -> None:
-    """Bring the state of a lost rank's stages to the present, from the messages that its neighbours had sent to it.
+    """Bring the state of ranks to the present, from the messages that their neighbours had sent to them.
 
-    `state` holds the stages' layers as they were before the first of the `steps`, each of which is given by what the
-    rank received in it, the global batch, the learning rate, and the factor by which the gradients were multiplied.
-    Raises PeerLost if a message is missing.
+    `states[r]` holds the layers of rank r's stages as they were before the first of its `steps(r)`, each of which is
+    given by what the rank received from others than these, the global batch, the learning rate, and the factor by which
+    the gradients were multiplied. All members of a stage are among the ranks. Raises PeerLost if a message is missing.
     """
-    recording = Recording()
-    group = Group.played_back(rank, plan.world_size, recording)
-    with closing(Session(plan, state, group, task, batch_size, execution)) as session:
-        for recording.messages, batch, learning_rate, scale in steps:
-            session.replay(batch, learning_rate, scale)
+    playback = Playback(states)
+
+    def work(rank: int) -> None:
+        recording = Recording(playback, rank)
+        group = Group.played_back(rank, plan.world_size, recording)
+        with closing(Session(plan, states[rank], group, task, batch_size, execution)) as session:
+            for recording.messages, batch, learning_rate, scale in steps(rank):
+                session.replay(batch, learning_rate, scale)
+
+    playback.run(work)

@@ -321,8 +321,6 @@ class StageRuntime:
         """Run the forward pass of a micro-batch, and send its output or compute the loss."""
         step = self._step
         assert step is not None
-        member = 0 if self.sync.replicas > 1 else self.member  # all members drop the same values
-        self._staging.seed(name_seed(step.seed, "step", step.number, self.number, member, number))
         micro = step.micros[number]
         if self.is_first:
             self._clock.switch(step.loading, LOAD, number)
@@ -334,6 +332,8 @@ class StageRuntime:
             targets = step.targets(micro)
         self._norms.begin(micro.members)
         self._clock.switch("compute", "forward", number)
+        member = 0 if self.sync.replicas > 1 else self.member  # all members drop the same values
+        self._staging.seed(name_seed(step.seed, "step", step.number, self.number, member, number))
         # Every rank draws the same numbers for a micro-batch, as one process would.
         own_draws = python_seeded(name_seed(step.seed, "python", step.number, number))
         with self._staging.creating(), own_draws as has_drawn:

@@ -254,7 +254,7 @@ TAKEN: dict[str, Row] = {
     **_rows("checkpoint.", value="every_steps best_is resume enabled background", text="keep_best", own="copy_to"),
     "checkpoint.keep": Row(FieldKind.VALUE, 100),
     "checkpoint.copies": Row(FieldKind.VALUE, 100),
-    **_rows("recovery.", value="mirror mirror_budget"),
+    **_rows("recovery.", value="mirrors mirror_budget"),
     "recovery.log_bytes": Row(FieldKind.VALUE, 4 << 30),
     **_rows("telemetry.", value="divergence_every timeline_every tensorboard", own="mlflow"),
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from horizonml.comm.expected import AsJson, fields, items, number, optional, text, whole
 from horizonml.comm.group import Group
-from horizonml.comm.work import Messages
+from horizonml.comm.playback import Messages
 from horizonml.data.choose import load
 from horizonml.data.dataset import DataInfo
 from horizonml.data.sampler import sampler_for
@@ -34,7 +34,7 @@ from horizonml.runtime.trainer import training_batch
 from horizonml.state.carry import Parcel, carry, memory_here, move, senders
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.follow import who_follows
-from horizonml.state.mirror import Mirror, Rebuild, Replica, Report, buddy, owners, rebuilds, together
+from horizonml.state.mirror import Mirror, Rebuild, Replica, Report, buddies, owners, rebuilds, together
 from horizonml.state.optim import learning_rate
 from horizonml.state.parts import joined, name_of
 from horizonml.state.resume import Recovery
@@ -55,12 +55,13 @@ class Copies:
     generation: int
     members: list[int]  # of that group, as they were started
     plan: Annotated[Plan, AsJson(Plan)]
+    mirrors: int
     report: Report
 
     @classmethod
     def of(cls, last: Last) -> Copies:
         """Return what this rank kept."""
-        return cls(last.generation, last.members, last.mirror.plan, last.mirror.report())
+        return cls(last.generation, last.members, last.mirror.plan, last.mirror.mirrors, last.mirror.report())
 
 
 def rebuild(
@@ -125,7 +126,7 @@ def _parts(
         return "no rank that is left keeps copies of the others' state"
     first = survivors[min(survivors)]
     if any(
-        (one.members, one.plan) != (first.members, first.plan) or members[rank] not in one.members
+        replace(one, report=first.report) != first or members[rank] not in one.members
         for rank, one in survivors.items()
     ):
         raise PeerLost("the ranks of the group that was lost do not agree on its members and its plan")
@@ -133,10 +134,11 @@ def _parts(
     places = {first.members.index(members[rank]): rank for rank in survivors}
     reports = {old: survivors[rank].report for old, rank in places.items()}
     ties = [[state.layer_of(f"model/{name}") for name in names] for names in state.model.ties]
-    chosen = rebuilds(first.plan, found.missing, reports, ties)
+    chosen = rebuilds(first.plan, found.missing, reports, ties, first.mirrors)
     if chosen is None or any(not 0 <= one.step <= found.step for one in chosen):
         return "a rank and the copy of its state were lost together, or the copy cannot be used"
-    return [_Part(one, {old: places[old] for old in one.sources}, found.step) for one in chosen]
+    missing = frozenset(found.missing)
+    return [_Part(one, {old: places[old] for old in one.sources}, found.step, missing) for one in chosen]
 
 
 def _check_room(parts: Sequence[_Part], told: Sequence[Sequence[Any]]) -> None:
@@ -165,6 +167,7 @@ class _Part:
     how: Rebuild
     places: dict[int, int]
     until: int
+    missing: frozenset[int]  # layers
 
     @property
     def builder(self) -> int:
@@ -178,9 +181,9 @@ class _Part:
             return {}
         assert lost is not None
         how, mirror, kept = self.how, lost.mirror, dict[str, Tensor]()
-        if mine in how.keepers:
-            messages = mirror.log.messages(how.owners[0], how.step, self.until)
-            kept = {f"{step}/{tag}": tensor.clone() for (step, tag), tensor in messages.items()}
+        for receiver in how.ranks if mine in how.keepers else ():
+            messages = mirror.log.messages(receiver, how.step, self.until)
+            kept |= {f"{step}/{receiver}/{tag}": tensor.clone() for (step, tag), tensor in messages.items()}
         for owner, holder in zip(how.owners, how.copies, strict=True):
             content = mirror.replica(owner, how.step).content if holder == mine else None
             if content is not None:  # the initial state is known to all
@@ -202,42 +205,50 @@ class _Part:
     def _repeat(
         self, job: Job, info: DataInfo, state: TrainState, lost: Last, received: dict[int, dict[str, Tensor]]
     ) -> None:
-        """Repeat the lost owners' work since their copies, and take over their layers. Raises HorizonError.
+        """Repeat the lost ranks' work since their copies, and take over the owners' layers. Raises HorizonError.
 
         Layers run as they do on this rank, which is as they ran on a lost one of the same kind.
         """
         mirror = lost.mirror
-        plan, rank = self._alone(mirror.plan)
-        theirs = TrainState(state.model, job.optimizer, job.ema, device=state.device)
-        theirs.put(self._copied(theirs, mirror, received))
-        theirs.step = self.how.step
-        stages = plan.stages_of(rank)
-        messages = _messages(received)
-        data = load(job.data, info, cache_folder() / "data", inputs=0 in stages, targets=len(plan.stages) - 1 in stages)
+        plan, ranks = self._alone(mirror.plan)
+        model, states = state.model, dict[int, TrainState]()
+        whole = TrainState(model, job.optimizer, job.ema, device=state.device)
+        copied = self._copied(whole, mirror, received)
+        for rank in ranks:
+            held = [plan.stages[number] for number in plan.stages_of(rank)]
+            layers = {layer for stage in held for layer in range(stage.start, stage.stop)}
+            states[rank] = TrainState(model, job.optimizer, job.ema, device=state.device)
+            states[rank].put({key: value.clone() for key, value in copied.items() if whole.layer_of(key) in layers})
+            states[rank].step = self.how.step
+        messages, last = _messages(received), len(plan.stages) - 1
+        needed = {number for rank in ranks for number in plan.stages_of(rank)}
+        data = load(job.data, info, cache_folder() / "data", inputs=0 in needed, targets=last in needed)
         sampler = sampler_for(info, job.batch_size, job.seed)
 
-        def steps() -> Iterator[tuple[Messages, Batch, float, float]]:
+        def steps(rank: int) -> Iterator[tuple[Messages, Batch, float, float]]:
             for step in range(self.how.step, self.until):
                 batch = training_batch(job, data, sampler, *divmod(step, sampler.steps_per_epoch))
                 per_epoch = sampler.steps_per_epoch
                 total = job.total_steps(per_epoch)
                 rate = learning_rate(job.lr_schedule, job.optimizer.lr, step, per_epoch, total)
                 scale = state.scales.of(step) if job.optimizer.clip_norm is not None else 1.0
-                yield messages.get(step, {}), batch, rate, scale
+                yield messages.get((rank, step), {}), batch, rate, scale
 
-        replay(plan, rank, theirs, steps(), task_for(job, info), job.batch_size, lost.execution)
+        replay(plan, states, steps, task_for(job, info), job.batch_size, lost.execution)
         if mirror.parts:
-            state.become(theirs.tensors())  # its own parts are among them
-        else:
-            state.put(theirs.tensors())
+            state.become(states[0].tensors())  # its own parts are among them
+            return
+        for rank in set(ranks) & set(self.how.owners):
+            there = states[rank].tensors().items()
+            state.put({key: value for key, value in there if states[rank].layer_of(key) in self.missing})
 
-    def _alone(self, plan: Plan) -> tuple[Plan, int]:
-        """Return the plan by which one rank repeats the owners' work, and its number in that plan."""
-        if len(self.how.owners) == 1:
-            return plan, self.how.owners[0]
+    def _alone(self, plan: Plan) -> tuple[Plan, tuple[int, ...]]:
+        """Return the plan by which this rank repeats the work, and its ranks: a stage that is split has one then."""
+        if not any(stage.splits_channels for stage in plan.stages):
+            return plan, self.how.ranks
         # A stage that is split is the only one. Which rows are in which micro-batch matters to BatchNorm.
         (stage,) = plan.stages
-        return replace(plan, stages=(Stage(stage.start, stage.stop, (0,), (1.0,)),)), 0
+        return replace(plan, stages=(Stage(stage.start, stage.stop, (0,), (1.0,)),)), (0,)
 
     def _copied(self, theirs: TrainState, mirror: Mirror, received: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return the tensors that the owners' copies hold. Raises PeerLost if they do not fit the model."""
@@ -245,7 +256,8 @@ class _Part:
         for owner, rank in zip(self.how.owners, self.how.copies, strict=True):
             content = received[rank].get(f"{_COPY}/{owner}")
             copies[owner] = Replica(owner, self.how.step, content).tensors()
-        found = joined(mirror.parts, copies)
+        whole = [joined(mirror.parts, copies)] if mirror.parts else copies.values()
+        found = {key: tensor for one in whole for key, tensor in one.items()}
         layers = theirs.model.parameter_names()
         there = {layers[name_of(key)] for key in found if name_of(key) in layers}
         expected = {key: like for layer in there for key, like in theirs.expected(layer).items()}
@@ -262,16 +274,17 @@ def _parse(content: Tensor) -> dict[str, Tensor]:
         raise PeerLost(f"a rank sent messages that cannot be read ({error})") from error
 
 
-def _messages(received: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[tuple[int, int], Tensor]]:
-    """Return the messages among what ranks sent, for each step by sender and tag. Raises PeerLost."""
-    found: dict[int, dict[tuple[int, int], Tensor]] = defaultdict(dict)
+def _messages(received: Mapping[int, Mapping[str, Tensor]]) -> dict[tuple[int, int], dict[tuple[int, int], Tensor]]:
+    """Return the messages among what ranks sent, by receiver and step, then by sender and tag. Raises PeerLost."""
+    found: dict[tuple[int, int], dict[tuple[int, int], Tensor]] = defaultdict(dict)
     for sender, kept in received.items():
         for name, tensor in kept.items():
-            step, _, tag = name.partition("/")
+            step, *rest = name.split("/")
             if step == _COPY:
                 continue
             try:
-                found[int(step)][sender, int(tag)] = tensor
+                receiver, tag = map(int, rest)
+                found[receiver, int(step)][sender, tag] = tensor
             except ValueError as error:
                 raise PeerLost(f"rank {sender} sent a message named {name!r}") from error
     return found
@@ -330,7 +343,8 @@ class Spare:
     @classmethod
     def here(cls, life: Life, session: Trainer, started_as: Sequence[int]) -> Spare:
         """Return that of this rank."""
-        size = session.state.bytes() if session.group.rank in owners(session.plan) else 0
+        held = owners(session.plan, life.job.recovery.mirrors)
+        size = session.state.bytes() if session.group.rank in held else 0
         return cls(size, memory_here(session.group), life.measured_among(started_as) is not None)
 
 
@@ -343,19 +357,23 @@ def mirror_for(
     """
     recovery, group, plan = life.job.recovery, session.group, session.plan
     group.log = None  # drops that of an earlier plan
-    if not recovery.mirror or not owners(plan):
+    if not buddies(plan, recovery.mirrors):
         return None
     measured = life.measured_among(started_as)
     if spare is None:
         spare = group.exchange(Spare.here(life, session, started_as))
-    short = crowded(plan, [one.size for one in spare], [one.left for one in spare], group.hosts)
-    if short is not None:
+    mirrors = recovery.mirrors
+    sizes, left = [one.size for one in spare], [one.left for one in spare]
+    while mirrors and (short := crowded(plan, sizes, left, group.hosts, mirrors)) is not None:
         rank, needed = short
+        mirrors -= 1
+        what = f"{mirrors} instead of {mirrors + 1} copies" if mirrors else "no copies"
         say(
-            f"warning: ranks keep no copies of each other's state: rank {rank} would need {human_bytes(needed)} "
-            f"for them, with {human_bytes(spare[rank].left)} left. If a rank is lost that alone holds some "
-            "state, all go on from a checkpoint (recovery.mirror: false turns copies and this warning off)"
+            f"warning: ranks keep {what} of each other's state: rank {rank} would need {human_bytes(needed)} for "
+            f"them, with {human_bytes(spare[rank].left)} left. If more ranks are lost at once than there are copies, "
+            "all go on from a checkpoint (recovery.mirrors: 0 turns copies and this warning off)"
         )
+    if not mirrors:
         return None
     assumed = _ASSUMED_BANDWIDTH
     if not all(one.measured for one in spare) and len(set(group.hosts)) > 1:
@@ -366,22 +384,28 @@ def mirror_for(
         return measured.network.between(group.rank, to).bandwidth if measured is not None else assumed
 
     log_bytes = min(recovery.log_bytes, int(spare[group.rank].left * _LOG_SHARE))
-    return Mirror(plan, session.state, group, speed, recovery.mirror_budget, log_bytes)
+    return Mirror(plan, session.state, group, speed, recovery.mirror_budget, log_bytes, mirrors)
 
 
 def crowded(
-    plan: Plan, state_bytes: Sequence[int], left: Sequence[float], hosts: Sequence[str] | None = None
+    plan: Plan,
+    state_bytes: Sequence[int],
+    left: Sequence[float],
+    hosts: Sequence[str] | None = None,
+    mirrors: int = 1,
 ) -> tuple[int, int] | None:
     """Return a rank that has too little memory for mirroring, and the bytes that it would need; None if there is none.
 
-    An owner holds the copy that it sends. Its buddy holds the replica, and the next one, which is arriving. Where the
-    members of a stage split channels, owner and buddy both hold one more, and the owner its replica, too.
+    An owner holds the copy that it sends. A buddy holds the replica, and the next one, which is arriving; and one more
+    if all copies are taken at the same step, as with several mirrors. Where the members of a stage split channels, so
+    does the owner, which holds its replica, too.
     """
-    buddies = {owner: buddy(plan, owner, hosts) for owner in owners(plan)}
-    split = {owner for owner in buddies if len(together(plan, owner)) > 1}
+    keeping = buddies(plan, mirrors, hosts)
+    split = {owner for owner in keeping if len(together(plan, owner)) > 1}
+    alike = split if mirrors < 2 else set(keeping)
     needed = [
         (3 if rank in split else 1) * state_bytes[rank]
-        + sum((3 if owner in split else 2) * state_bytes[owner] for owner in buddies if buddies[owner] == rank)
+        + sum((3 if owner in alike else 2) * state_bytes[owner] for owner, ranks in keeping.items() if rank in ranks)
         for rank in range(plan.world_size)
     ]
     worst = max(range(plan.world_size), key=lambda rank: needed[rank] / max(1.0, left[rank]))

@@ -5,6 +5,10 @@ beside the training's own messages; then it begins anew with a newer copy. The r
 messages that they have sent to the owner since that copy (see `comm.work`). If the owner is lost, its stages are taken
 from the copy and brought to the present by repeating its work on those messages, so nobody else goes back.
 
+With two mirrors, any two ranks may be lost at once: every owner has two buddies, a stage of two members has an owner,
+too, and all copies are taken at the same step. If ranks are lost whose messages another lost rank needs, the work of
+all of them is repeated together (see `comm.playback`).
+
 Where the members of a stage split channels, each is an owner of its parts. All take their copies at the same step, so
 that they make up whole layers, and keep them, too, because the parts that are left must fit the copy of those that are
 lost. A copy is one piece of memory, with the bytes of a safetensors file.
@@ -27,7 +31,7 @@ from horizonml.comm.expected import fields, optional, whole
 from horizonml.comm.group import Group
 from horizonml.comm.work import MessageLog, Work
 from horizonml.errors import PeerLost
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import Plan, Sync
 from horizonml.state.carry import Parcel
 from horizonml.state.train_state import TrainState
 
@@ -126,18 +130,23 @@ class Mirror:
         bytes_per_second: Callable[[int], float],
         budget: float,
         log_bytes: int,
+        mirrors: int = 1,
     ) -> None:
         """Prepare; all ranks of the group call this. `bytes_per_second(rank)` is the speed of the link to a rank.
 
-        A copy is sent in as many steps as keep its messages below `budget`, a share of the time of a step.
+        A copy is sent in as many steps as keep its messages below `budget`, a share of the time of a step. `mirrors` is
+        how many ranks may be lost at once.
         """
         self.plan, self._state, self._group = plan, state, group
         self._speed, self._budget = bytes_per_second, budget
-        self.owners = owners(plan)
+        self._buddies = buddies(plan, mirrors, group.hosts)
+        self.owners = list(self._buddies)
         self.parts = dict(state.parts)  # which part of a tensor each member has, where members split channels
-        self._buddies = {owner: buddy(plan, owner, group.hosts) for owner in self.owners}
+        self.mirrors = mirrors
+        self._alike = mirrors > 1  # whether all copies are taken at the same step
         self.ties = [[state.layer_of(f"model/{name}") for name in names] for names in state.model.ties]
-        mine = [owner for owner in self.owners if group.rank in keepers(plan, owner, self.ties)]
+        received = [owner for owner in self.owners if group.rank in keepers(plan, owner, self.ties)]
+        mine = {rank for owner in received for number in plan.stages_of(owner) for rank in plan.stages[number].ranks}
         self.log = MessageLog(mine, group.channel("boundaries").tags, log_bytes)
         group.log = self.log if mine else None
         # At step 0 everyone knows everyone's state.
@@ -201,7 +210,8 @@ class Mirror:
         """Agree on which rank sends what, and when."""
         own = None
         if self._group.rank in self.owners:
-            budget = self._speed(self._buddies[self._group.rank]) * self._budget * self._seconds
+            targets = self._buddies[self._group.rank]
+            budget = min(map(self._speed, targets)) / len(targets) * self._budget * self._seconds
             self._own = self._packer.pack(self._state)
             size = len(self._own)
             members = len(together(self.plan, self._group.rank))  # whose work one rank would repeat
@@ -214,11 +224,12 @@ class Mirror:
             for other in together(self.plan, owner):
                 if answers[other][0] is None or answers[other][0][0] > self._most_bytes(other):
                     raise PeerLost(f"rank {other} announced a state that is larger than its layers, or none")
-            size = answers[owner][0][0]
-            steps = max(answers[other][0][1] for other in together(self.plan, owner))
-            longest = min(answers[other][0][2] for other in together(self.plan, owner))
+            size, alike = answers[owner][0][0], self.owners if self._alike else together(self.plan, owner)
+            steps = max(answers[other][0][1] for other in alike)
+            longest = min(answers[other][0][2] for other in alike)
             # Just before a copy is complete, the log reaches back to the beginning of the one before.
-            longest = min([longest, *(answers[keeper][1] // 2 - 1 for keeper in keepers(self.plan, owner, self.ties))])
+            keeping = set[int]().union(*(keepers(self.plan, other, self.ties) for other in alike))
+            longest = min([longest, *(answers[keeper][1] // 2 - 1 for keeper in keeping)])
             if steps <= longest:
                 self._courses[owner] = _Course(step, size, max(1, steps // _HASTE), steps)
             else:
@@ -236,8 +247,8 @@ class Mirror:
         return self._state.most_bytes(layer for stage in stages for layer in range(stage.start, stage.stop))
 
     def _slice(self, owner: int, course: _Course, step: int) -> None:
-        rank, target = self._group.rank, self._buddies[owner]
-        if rank not in (owner, target):
+        rank, targets = self._group.rank, self._buddies[owner]
+        if rank not in (owner, *targets):
             return
         begin, end = course.slice(step)
         tag = self._group.channel("mirror").tag(owner)
@@ -254,7 +265,7 @@ class Mirror:
             if course.cycle(step)[1] == 0:
                 self._arriving[owner] = torch.empty(course.bytes, dtype=torch.uint8)
             content = self._arriving[owner]
-        if end > begin:
+        for target in targets if end > begin and rank == owner else [rank] if end > begin else ():
             self._works.append(Parcel("", content[begin:end], owner, target).begin(self._group, tag))
 
     def _finish_slices(self, step: int) -> None:
@@ -268,8 +279,8 @@ class Mirror:
             # Only once the step before this one has ended everywhere have all ranks seen the copy complete.
             known = course.complete(step - 1) if step > course.start else None
             needed.append(known if known is not None else 0)
-            # A member of a split stage needs a copy of the same step as the others, who may know of an older one only.
-            oldest = known if self.parts else complete
+            # A copy may be of use only with others of the same step, whose holders may know of an older one only.
+            oldest = known if self.parts or self._alike else complete
             kept = [one for one in self.replicas.pop(owner, []) if one.step >= (oldest or 0)]
             self.replicas |= {owner: kept} if kept else {}
         if self._courses or self.bare:
@@ -314,19 +325,24 @@ class Replica:
             raise PeerLost(f"the copy of rank {self.owner}'s state cannot be read: {error}") from error
 
 
-def owners(plan: Plan) -> list[int]:
-    """Return the ranks that hold state of which no other rank holds all, where there are several ranks."""
-    if plan.world_size == 1:
-        return []
-    return [
-        rank
-        for rank in range(plan.world_size)
-        if plan.stages_of(rank)
-        and all(
-            len(plan.stages[number].ranks) == 1 or plan.stages[number].splits_channels
-            for number in plan.stages_of(rank)
-        )
-    ]
+def owners(plan: Plan, mirrors: int = 1) -> dict[int, int]:
+    """Return the ranks whose state is mirrored, and to how many ranks, so that as many ranks may be lost at once.
+
+    They are those that alone hold it, and where two may be lost, the first of two members of a stage.
+    """
+    found = {}
+    for rank in range(plan.world_size) if plan.world_size > 1 else ():
+        stages = [plan.stages[number] for number in plan.stages_of(rank)]
+        copies = [
+            mirrors if stage.splits_channels or len(stage.ranks) == 1 else mirrors + 1 - len(stage.ranks)
+            for stage in stages
+            if stage.splits_channels
+            or len(stage.ranks) == 1
+            or (rank == stage.ranks[0] and stage.sync is Sync.ALL_REDUCE)
+        ]
+        if stages and len(copies) == len(stages) and min(copies) > 0:
+            found[rank] = max(copies)
+    return found
 
 
 def together(plan: Plan, owner: int) -> tuple[int, ...]:
@@ -335,19 +351,32 @@ def together(plan: Plan, owner: int) -> tuple[int, ...]:
     return split[0].ranks if split else (owner,)
 
 
-def buddy(plan: Plan, owner: int, hosts: Sequence[str] | None = None) -> int:
-    """Return the rank that keeps the replica of an owner: a member of the stage after its last one.
+def buddies(plan: Plan, mirrors: int = 1, hosts: Sequence[str] | None = None) -> dict[int, tuple[int, ...]]:
+    """Return for each owner the ranks that keep its replicas: at first, a member of the stage after its last one.
 
     In a stage that is split, that is the next member; if no other rank has layers, it is one without. If the machines
-    of the ranks are known, one on another machine comes first.
+    of the ranks are known, those on other machines than the members of the stage, and than each other, come first.
     """
+    found = {owner: _buddies(plan, owner, count, hosts) for owner, count in owners(plan, mirrors).items()}
+    return {owner: ranks for owner, ranks in found.items() if ranks}
+
+
+def _buddies(plan: Plan, owner: int, count: int, hosts: Sequence[str] | None) -> tuple[int, ...]:
     group = together(plan, owner)
     place = group.index(owner) + 1
     after = (max(plan.stages_of(owner)) + 1) % len(plan.stages)
+    members = {rank for number in plan.stages_of(owner) for rank in plan.stages[number].ranks}
     around = [plan.stages[number % len(plan.stages)] for number in range(after, after + len(plan.stages))]
-    candidates = [rank for stage in around for rank in stage.ranks if rank not in group]
-    candidates += [rank for rank in (*group[place:], *group[:place], *plan.spare) if rank != owner]
-    return min(candidates, key=lambda rank: hosts is not None and hosts[rank] == hosts[owner])
+    candidates = [rank for stage in around for rank in stage.ranks if rank not in members]
+    others = [rank for rank in (*group[place:], *group[:place], *plan.spare) if rank != owner]
+    candidates = list(dict.fromkeys([*candidates, *others]))
+    used = [owner] if len(group) > 1 else sorted(members)  # whose machines others are better than
+    chosen: list[int] = []
+    while candidates and len(chosen) < count:
+        taken = {hosts[rank] for rank in (*used, *chosen)} if hosts is not None else set()
+        chosen.append(min(candidates, key=lambda rank: hosts is not None and hosts[rank] in taken))
+        candidates.remove(chosen[-1])
+    return tuple(chosen)
 
 
 def keepers(plan: Plan, owner: int, ties: Ties = ()) -> set[int]:
@@ -368,13 +397,14 @@ def keepers(plan: Plan, owner: int, ties: Ties = ()) -> set[int]:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Tells how the stages of lost owners are rebuilt. Ranks are those of the group that was lost."""
+    """Tells how stages are rebuilt. Ranks are those of the group that was lost."""
 
     owners: tuple[int, ...]  # whose copies make up the layers
+    ranks: tuple[int, ...]  # whose work is repeated
     step: int  # of the copies
     builder: int
     copies: tuple[int, ...]  # the rank that the builder has each owner's copy from
-    keepers: tuple[int, ...]  # the ranks that have messages to the owner
+    keepers: tuple[int, ...]  # the ranks that have messages to the owners
 
     @property
     def sources(self) -> list[int]:
@@ -382,36 +412,53 @@ class Rebuild:
         return sorted({*self.copies, *self.keepers})
 
 
-def rebuilds(plan: Plan, missing: list[int], reports: Mapping[int, Report], ties: Ties = ()) -> list[Rebuild] | None:
-    """Return how to rebuild the owners of the missing layers, or None if it cannot be done.
+def rebuilds(
+    plan: Plan, missing: list[int], reports: Mapping[int, Report], ties: Ties = (), mirrors: int = 1
+) -> list[Rebuild] | None:
+    """Return how to rebuild the missing layers, or None if it cannot be done.
 
     `reports[r]` is the report of rank r of the group that was lost, if it survived.
     """
-    lost = sorted(
-        {rank for stage in plan.stages for rank in stage.ranks if any(stage.start <= n < stage.stop for n in missing)}
-    )
-    if not set(lost) <= set(owners(plan)):
-        return None
-    found = []
-    for group in dict.fromkeys(together(plan, owner) for owner in lost):
-        if len(group) == 1 and group[0] in reports:
+    gone = [number for number, stage in enumerate(plan.stages) if {*range(stage.start, stage.stop)} & {*missing}]
+    found: list[Rebuild] = []
+    for number in gone:
+        if any(set(plan.stages[number].ranks) & set(one.ranks) for one in found):
+            continue
+        one = _rebuild(plan, number, reports, ties, mirrors)
+        if one is None:
             return None
-        having = [
-            {(step, rank) for rank, report in reports.items() for step in report.replicas.get(owner, [])}
-            for owner in group
-        ]
-        steps = set.intersection(*({step for step, _ in there} for there in having))
-        sources = set[int]().union(*(keepers(plan, owner, ties) for owner in group))
-        if not steps or not sources <= reports.keys():
-            return None
-        step = max(steps)
-        ranks = [[rank for at, rank in sorted(there) if at == step] for there in having]
-        # An initial state is known to all, and a copy to its buddy only, which therefore comes first.
-        able = sorted(set().union(*ranks))
-        builder = max(able, key=lambda rank: (sum(rank in there for there in ranks), rank == buddy(plan, group[0])))
-        firsts = [reports[rank].log for rank in sources]
-        if any(first is None or first > step for first in firsts):
-            return None
-        copies = tuple(builder if builder in there else there[0] for there in ranks)
-        found.append(Rebuild(group, step, builder, copies, tuple(sorted(sources))))
+        found.append(one)
     return found
+
+
+def _rebuild(plan: Plan, number: int, reports: Mapping[int, Report], ties: Ties, mirrors: int) -> Rebuild | None:
+    """Return how to rebuild a stage, together with others that were lost, or that sent messages which were lost."""
+    ranks = set(plan.stages[number].ranks)
+    while True:
+        numbers = {number for rank in ranks for number in plan.stages_of(rank)}
+        members = {rank for number in numbers for rank in plan.stages[number].ranks}
+        sources = set[int]().union(*(keepers(plan, rank, ties) for rank in members)) - members
+        if ranks == members and sources <= reports.keys():
+            break
+        ranks = members | (sources - reports.keys())
+    owning = [owner for owner in buddies(plan, mirrors) if owner in ranks]
+    if numbers != {number for owner in owning for number in plan.stages_of(owner)}:
+        return None  # nobody keeps copies of some of them
+    having = [
+        {(step, rank) for rank, report in reports.items() for step in report.replicas.get(owner, [])}
+        for owner in owning
+    ]
+    steps = set.intersection(*({step for step, _ in there} for there in having))
+    if not steps:
+        return None
+    step = max(steps)
+    holders = [[rank for at, rank in sorted(there) if at == step] for there in having]
+    # An initial state is known to all, and a copy to its buddies only, which therefore come first.
+    able = sorted(set().union(*holders))
+    first = buddies(plan, mirrors)[owning[0]][0]
+    builder = max(able, key=lambda rank: (sum(rank in there for there in holders), rank == first))
+    logs = [reports[rank].log for rank in sources]
+    if any(log is None or log > step for log in logs):
+        return None
+    copies = tuple(builder if builder in there else there[0] for there in holders)
+    return Rebuild(tuple(owning), tuple(sorted(ranks)), step, builder, copies, tuple(sorted(sources)))

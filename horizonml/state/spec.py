@@ -119,10 +119,12 @@ class CheckpointSpec(Spec):
 class RecoverySpec(Spec):
     """Configures what ranks keep in memory so that the loss of a rank costs no step."""
 
-    mirror: bool = Field(
-        True,
-        description="Keep the state that a rank alone holds in the memory of another rank, too, and the messages sent "
-        "to its stage since; when the rank is lost, the stage is rebuilt from them.",
+    mirrors: int = Field(
+        1,
+        ge=0,
+        le=2,
+        description="Number of other ranks in whose memory the state that a rank alone holds is kept, too, with the "
+        "messages sent to its stage since; from these, the stages of as many ranks are rebuilt that are lost at once.",
     )
     mirror_budget: float = Field(
         0.03,

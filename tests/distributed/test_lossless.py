@@ -27,7 +27,7 @@ from horizonml.runtime.life import Last
 from horizonml.runtime.restore import crowded, rebuild
 from horizonml.runtime.trainer import training_batch
 from horizonml.state.carry import move, senders
-from horizonml.state.mirror import Mirror, Report, buddy, keepers, owners, rebuilds
+from horizonml.state.mirror import Mirror, Report, buddies, keepers, owners, rebuilds
 from horizonml.state.resume import Held, Memory, Recovery, newest
 from horizonml.state.shards import Best
 from horizonml.state.train_state import Prepared, TrainState
@@ -123,34 +123,36 @@ def lose(
     world_size: int,
     store: Store,
     name: str,
-    lost: int,
+    lost: int | tuple[int, ...],
     steps: int,
     bytes_per_second: float,
     clip_norm: float | None,
     file: Path | None = None,
+    mirrors: int = 1,
 ) -> dict[str, Tensor] | str:
-    """Train with a mirror; without the lost rank, rebuild what it held. Return its state, and the one rebuilt."""
+    """Train with a mirror; without the lost ranks, rebuild what they held. Return their state, and the one rebuilt."""
+    lost = (lost,) if isinstance(lost, int) else lost
     torch.set_num_threads(1)
     plan, batches, state = PLANS[name], Batches(), fresh(name, clip_norm, file)
     group = Group(PrefixStore("all", store), rank, world_size, 30.0)
     session = session_on(plan, state, group)
-    mirror = Mirror(plan, state, group, lambda _: bytes_per_second, 1.0, 1 << 30)
+    mirror = Mirror(plan, state, group, lambda _: bytes_per_second, 1.0, 1 << 30, mirrors)
     for step in range(steps):
         mirror.before_step(1.0)
         session.step(batches[step], LR)
         mirror.after_step()
-    if rank == lost:
+    if rank in lost:
         found = state_of(session)
         session.close()
         group.close()
         return found
     session.close()
     group.close()
-    members = [other for other in range(world_size) if other != lost]
+    members = [other for other in range(world_size) if other not in lost]
     group = Group(PrefixStore("left", store), members.index(rank), len(members), 30.0)
     recovery = agreed_state(state, True, group)
     assert recovery is not None
-    gone = [layer for stage in plan.stages if stage.ranks == (lost,) for layer in range(stage.start, stage.stop)]
+    gone = [layer for stage in plan.stages if set(stage.ranks) <= {*lost} for layer in range(stage.start, stage.stop)]
     stateful = set(state.model.parameter_names().values())
     assert recovery.missing == [layer for layer in gone if layer in stateful]
     last = Last(1, list(range(world_size)), mirror)
@@ -160,7 +162,8 @@ def lose(
     if isinstance(rebuilt, str):
         return rebuilt
     builder = {holder for layer in recovery.missing for holder in rebuilt.holders[layer]}
-    assert builder == {members.index(buddy(plan, lost))}
+    if mirrors == 1:
+        assert builder == {members.index(buddies(plan)[lost[0]][0])}
     again = {key: value.clone() for key, value in state.tensors().items() if state.layer_of(key) in recovery.missing}
     return again if group.rank in builder else {}
 
@@ -199,6 +202,53 @@ def expect_rebuilt(pool: Pool, name: str, lost: int, *arguments: Any) -> dict[st
     return rebuilt
 
 
+PLANS |= {
+    "four": Plan(
+        tuple(Stage(*bounds, (rank,), ONE) for rank, bounds in enumerate(itertools.pairwise((0, 4, 8, 12, LAYERS)))),
+        micro_batches=3,
+    ),
+    "two and two": Plan((Stage(0, 6, (0, 1), (2.0, 1.0)), Stage(6, LAYERS, (2, 3), (1.0, 1.0))), micro_batches=2),
+    "one, two, one": Plan(
+        (Stage(0, 4, (0,), ONE, send="int8"), Stage(4, 9, (1, 2), (1.0, 1.0)), Stage(9, LAYERS, (3,), ONE)),
+        micro_batches=2,
+    ),
+    "tied, four": Plan(
+        tuple(Stage(*b, (rank,), ONE) for rank, b in enumerate(itertools.pairwise((0, 4, 8, 12, TIED_LAYERS)))),
+        micro_batches=2,
+    ),
+}
+MODELS["tied, four"] = "LanguageModel"
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "steps", "bytes_per_second", "clip_norm"),
+    [
+        ("four", (1, 2), 9, SLOW, None),  # neighbours, each of which has the messages to the other
+        ("four", (0, 3), 9, SLOW, CLIP_NORM),
+        ("four", (0, 2), 2, SLOW, None),  # before the first copy
+        ("tied, four", (0, 1), 9, SLOW, None),
+        ("two and two", (0, 1), 9, SLOW, CLIP_NORM),  # all members of a stage
+        ("two and two", (2, 3), 13, FAST, None),
+        ("one, two, one", (0, 2), 9, SLOW, None),  # a stage, and one of two members that sent messages to it
+        ("one, two, one", (1, 2), 9, SLOW, CLIP_NORM),
+    ],
+)
+def test_what_two_ranks_held_is_rebuilt_bit_for_bit(
+    pool: Pool, name: str, lost: tuple[int, ...], steps: int, bytes_per_second: float, clip_norm: float | None
+) -> None:
+    results = pool.run(4, lose, name, lost, steps, bytes_per_second, clip_norm, None, 2)
+    rebuilt: dict[str, Tensor] = {}
+    for rank, found in enumerate(results):
+        assert not isinstance(found, str), found
+        if rank not in lost:
+            rebuilt |= found
+    plan = PLANS[name]
+    alone = [rank for rank in lost if any({*stage.ranks} <= {*lost} for stage in plan.stages if rank in stage.ranks)]
+    for rank in alone:
+        assert results[rank]
+        expect_same({key: value for key, value in rebuilt.items() if key in results[rank]}, results[rank])
+
+
 def test_over_a_link_that_is_too_slow_nothing_is_mirrored(pool: Pool) -> None:
     results = pool.run(3, lose, "pipeline", 1, 5, 1.0, None)
     assert isinstance(results[1], dict)
@@ -225,16 +275,19 @@ def test_a_state_that_was_dropped_counts_only_once_it_is_whole_again() -> None:
 
 
 def test_only_stages_with_one_member_are_mirrored() -> None:
-    assert owners(PIPELINE) == [0, 1, 2]
-    assert [buddy(PIPELINE, rank) for rank in range(3)] == [1, 2, 0]
+    assert owners(PIPELINE) == {0: 1, 1: 1, 2: 1}
+    assert buddies(PIPELINE) == {0: (1,), 1: (2,), 2: (0,)}
     assert [keepers(PIPELINE, rank) for rank in range(3)] == [{1}, {0, 2}, {1}]
     between = PLANS["between members"]
-    assert owners(between) == [2]
+    assert owners(between) == {2: 1}
     assert keepers(between, 2) == {0, 1, 3, 4}
-    assert buddy(between, 2) == 3
-    assert owners(PLANS["interleaved"]) == [0, 1, 2]
+    assert buddies(between) == {2: (3,)}
+    assert list(owners(PLANS["interleaved"])) == [0, 1, 2]
     assert keepers(PLANS["interleaved"], 1) == {0, 2}
-    assert owners(Plan((Stage(0, LAYERS, (0,), ONE),))) == []
+    assert owners(Plan((Stage(0, LAYERS, (0,), ONE),))) == {}
+    assert buddies(PLANS["four"], 2) == {0: (1, 2), 1: (2, 3), 2: (3, 0), 3: (0, 1)}
+    assert buddies(PLANS["four"], 2, ["a", "a", "b", "b"]) == {0: (2, 1), 1: (2, 3), 2: (0, 3), 3: (0, 1)}
+    assert buddies(PLANS["one, two, one"], 2) == {0: (1, 2), 1: (3,), 3: (0, 1)}
 
 
 def test_where_memory_is_short_nothing_is_mirrored() -> None:
@@ -243,6 +296,8 @@ def test_where_memory_is_short_nothing_is_mirrored() -> None:
     assert crowded(PIPELINE, [10, 20, 30], [1000.0, 1000.0, 139.0]) == (2, 70)
     assert crowded(PIPELINE, [10, 20, 30], [1000.0, 1000.0, 141.0]) is None
     assert crowded(PLANS["before members"], [10, 0, 0], [30.0, 10.0, 100.0]) == (1, 20)
+    # With two mirrors, rank 2 keeps three copies of each of the others' states.
+    assert crowded(PIPELINE, [10, 20, 30], [1000.0, 1000.0, 239.0], None, 2) == (2, 120)
 
 
 def test_a_stage_that_was_lost_with_its_copy_cannot_be_rebuilt() -> None:

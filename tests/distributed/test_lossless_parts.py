@@ -19,7 +19,7 @@ from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.runtime.life import Last, Life
 from horizonml.runtime.restore import crowded, recover
 from horizonml.state.carry import hand_over
-from horizonml.state.mirror import Mirror, Rebuild, Report, buddy, keepers, owners, rebuilds
+from horizonml.state.mirror import Mirror, Rebuild, Report, buddies, keepers, owners, rebuilds
 from horizonml.state.parts import TensorSplit, joined
 from horizonml.state.runfolder import RunFolder
 from horizonml.tasks.task import Batch
@@ -52,6 +52,7 @@ class Scene:
     handed_over: bool = False  # to rank 0 alone: the group breaks before the others have their layers
     leaves: bool = False  # whether those that are `lost` hand over what they have
     clip_norm: float | None = None
+    mirrors: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def train(rank: int, world_size: int, store: Store, folder: str, scene: Scene) -
     batches, state = Batches(), fresh("", scene.clip_norm)
     group = Group(PrefixStore("all", store), rank, world_size, 30.0)
     session = session_on(scene.plan, state, group)
-    mirror = Mirror(scene.plan, state, group, lambda _: scene.bytes_per_second, 1.0, 1 << 30)
+    mirror = Mirror(scene.plan, state, group, lambda _: scene.bytes_per_second, 1.0, 1 << 30, scene.mirrors)
     for step in range(scene.steps):
         mirror.before_step(1.0)
         last = step == scene.steps - 1
@@ -236,6 +237,11 @@ def test_the_layers_of_one_member_suffice_when_the_group_breaks_as_they_are_made
     expect_nothing_lost(pool, tmp_path, scene, StateSource.MEMORY)
 
 
+def test_two_members_at_once_are_rebuilt_where_there_are_two_copies(pool: Pool, tmp_path: Path) -> None:
+    scene = Scene(split(1.0, 2.0, 1.0, 1.0), split(1.0, 1.0), (1, 2), bytes_per_second=SLOW, mirrors=2)
+    expect_nothing_lost(pool, tmp_path, scene, StateSource.REPLICA)
+
+
 def test_without_a_copy_the_state_is_not_complete(pool: Pool, tmp_path: Path) -> None:
     scene = Scene(split(1.0, 1.0, 1.0), Plan((Stage(0, LAYERS, (0,), (1.0,)),)), (1, 2))
     end = pool.run(3, train, str(tmp_path), scene)[0]
@@ -245,18 +251,20 @@ def test_without_a_copy_the_state_is_not_complete(pool: Pool, tmp_path: Path) ->
 
 def test_members_keep_copies_for_each_other_on_another_machine() -> None:
     plan = split(1.0, 1.0, 1.0, 1.0)
-    assert owners(plan) == [0, 1, 2, 3]
-    assert [buddy(plan, rank) for rank in range(4)] == [1, 2, 3, 0]
-    assert [buddy(plan, rank, ["a", "a", "b", "b"]) for rank in range(4)] == [2, 2, 0, 0]
+    assert owners(plan) == dict.fromkeys(range(4), 1)
+    assert buddies(plan) == {0: (1,), 1: (2,), 2: (3,), 3: (0,)}
+    assert buddies(plan, 1, ["a", "a", "b", "b"]) == {0: (2,), 1: (2,), 2: (0,), 3: (0,)}
     assert keepers(plan, 1) == set()
-    assert owners(split(1.0)) == []
+    assert owners(split(1.0)) == {}
+    assert buddies(plan, 2, ["a", "a", "b", "b"]) == {0: (2, 1), 1: (2, 3), 2: (0, 3), 3: (0, 1)}
+    assert buddies(plan, 2, [*"abcd"]) == {0: (1, 2), 1: (2, 3), 2: (3, 0), 3: (0, 1)}
 
 
 def test_the_copies_of_one_step_are_taken() -> None:
     plan = split(1.0, 1.0, 1.0)
 
     ahead, behind = Report({0: [7, 8], 2: [7, 8]}, None), Report({1: [6, 7], 0: [6, 7]}, None)
-    assert rebuilds(plan, [3], {0: ahead, 1: behind}) == [Rebuild((0, 1, 2), 7, 1, (1, 1, 0), ())]
+    assert rebuilds(plan, [3], {0: ahead, 1: behind}) == [Rebuild((0, 1, 2), (0, 1, 2), 7, 1, (1, 1, 0), ())]
     assert rebuilds(plan, [3], {0: ahead, 1: Report({1: [6]}, None)}) is None
     assert rebuilds(plan, [3], {0: ahead}) is None
 

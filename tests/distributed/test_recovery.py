@@ -160,12 +160,36 @@ def test_a_finished_rank_that_is_started_again_does_not_train_and_stays(
     assert "stays, to be watched" in output
 
 
+def test_two_neighbours_that_are_killed_at_once_cost_no_step(folder: Path, start: Start, service: Service) -> None:
+    def rank(number: int) -> subprocess.Popen[str]:
+        return start(
+            "train", "job.yaml", "--set", "epochs=5000",
+            "--set", "parallel.strategy=pipeline", "--set", "parallel.workers=4",
+            "--set", "checkpoint.enabled=false", "--set", "recovery={mirrors: 2, mirror_budget: 1.0}",
+            RANK=str(number), WORLD_SIZE="4", HORIZONML_RENDEZVOUS=service.address,
+        )  # fmt: skip
+
+    ranks = [rank(number) for number in range(4)]
+    wait_for(lambda: steps(folder) > 30, "the first steps")
+    for number in (1, 2):
+        rank_process(folder, number).kill()
+    path = folder / "runs" / "test" / "rank-0.jsonl"
+    wait_for(lambda: any(record["kind"] == "recovery" for record in read_lines(path)), "a group of two")
+    (recovery,) = [record for record in read_lines(path) if record["kind"] == "recovery"]
+    assert (recovery["lost"], recovery["source"], recovery["steps_repeated"]) == ([1, 2], "replica", 0)
+    before = steps(folder)
+    wait_for(lambda: steps(folder) > before + 5, "more steps")
+    for process in (ranks[0], ranks[3]):
+        process.terminate()
+        assert process.wait(30) == 0
+
+
 @pytest.mark.parametrize("mirror", [True, False])
 def test_without_checkpoints_memory_is_all_there_is(folder: Path, start: Start, service: Service, mirror: bool) -> None:
     ranks = [
         start(
             "train", "job.yaml", "--set", "epochs=5000", "--set", "parallel={strategy: pipeline, workers: 2}",
-            "--set", "checkpoint.enabled=false", "--set", f"recovery.mirror={str(mirror).lower()}",
+            "--set", "checkpoint.enabled=false", "--set", f"recovery.mirrors={int(mirror)}",
             RANK=str(number), WORLD_SIZE="2", HORIZONML_RENDEZVOUS=service.address,
         )
         for number in range(2)
