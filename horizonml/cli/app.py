@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,11 +12,10 @@ from horizonml.cli.bench import app as bench
 from horizonml.cli.checkpoints import checkpoints
 from horizonml.cli.cluster import app as cluster
 from horizonml.cli.export import evaluate, export, generate, predict
-from horizonml.cli.plan import plan, profile, simulate, what_if
-from horizonml.cli.train import init, schema, train, validate
+from horizonml.cli.plan import plan
+from horizonml.cli.train import init, train, validate
 from horizonml.cli.up import join, rendezvous, token, up
-from horizonml.cli.watch import log, report, top, watch
-from horizonml.errors import JobError
+from horizonml.cli.watch import report, watch
 
 TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"
 
@@ -57,26 +51,6 @@ app = typer.Typer(
 )
 
 
-def chaos(context: typer.Context) -> None:
-    """Go on with `python -m benchmarks.chaos`, which lies in the repository and no longer in the package."""
-    words = "horizonml chaos is now called python -m benchmarks.chaos"
-    if not Path("benchmarks/chaos").is_dir():
-        raise JobError(f"{words}, in the folder of HorizonML's repository")
-    print(f"warning: {words}", file=sys.stderr, flush=True)
-    os.execv(sys.executable, [sys.executable, "-m", "benchmarks.chaos", *context.args])  # noqa: S606
-
-
-def _renamed(name: str, function: Callable[..., None], now: str) -> None:
-    """Let a command's old name do what it did, and say the new one."""
-
-    @functools.wraps(function)
-    def renamed(*arguments: Any, **options: Any) -> None:
-        print(f"warning: horizonml {name} is now called horizonml {now}", file=sys.stderr, flush=True)
-        function(*arguments, **options)
-
-    app.command(name, hidden=True)(renamed)
-
-
 for command in (
     train, init, validate, plan, up, join, token, watch, report, evaluate, predict, generate, export, checkpoints,
 ):  # fmt: skip
@@ -85,13 +59,6 @@ for command in (
 app.command(context_settings={"allow_interspersed_args": False})(rendezvous)
 app.add_typer(cluster, name="cluster")
 app.add_typer(bench, name="bench")
-_renamed("schema", schema, "validate --schema")
-_renamed("simulate", simulate, "plan JOB --given PLAN")
-_renamed("profile", profile, "plan JOB --profile")
-_renamed("what-if", what_if, "plan RUN")
-_renamed("top", top, "watch RUN --terminal")
-_renamed("log", log, "report RUN")
-app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(chaos)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,7 +1,8 @@
-"""The command about plans, `horizonml plan`, and those that it has replaced: `simulate`, `profile` and `what-if`."""
+"""The command about plans, `horizonml plan`: for a job, for a given plan, and for a run with other devices."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -116,7 +117,7 @@ def plan(
 
     horizonml plan runs/digits --remove 1 --rate 0-2=20Mbit
     """
-    changes = {"--add": add, "--remove": remove, "--rate": rate, "--strategy": strategy}
+    changes = {"--add": add, "--remove": remove, "--rate": rate}
     of_a_job = {
         "--set": overrides,
         "--workers": workers,
@@ -130,17 +131,23 @@ def plan(
     }
     if job_file.is_dir():
         _refuse(of_a_job, f"{job_file} is a run's folder, and", "for a job")
-        what_if(job_file, add, remove, rate, strategy, seconds, as_json)
+        answer = _what_if(job_file, changes, strategy, seconds)
+        if as_json:
+            print(json.dumps(answer, indent=2, allow_nan=False))
+        else:
+            _print(answer)
         return
-    _refuse(changes, f"{job_file} is a job, and", "for a run's folder, such as runs/digits")
+    from horizonml.cli.planning import show_plan, show_profile
+    from horizonml.job.jobfile import read_devices, read_plan
+
+    _refuse({**changes, "--strategy": strategy}, f"{job_file} is a job, and", "for a run's folder, such as runs/digits")
     if measures:
         _refuse({name: of_a_job[name] for name in ("--workers", "--devices", "--picture", "--given")}, "--profile:", "")
-        profile(job_file, overrides, device, measure_again, out, threads)
-    elif given is not None:
-        simulate(job_file, given, devices, picture, overrides, device, measure_again)
+        show_profile(load_job(job_file, overrides), out, threads)
+    elif given is not None:  # devices of a file that the plan leaves out do not count
+        job, only = read_plan(load_job(job_file, overrides), given), read_devices(given)
+        show_plan(job, devices, False, None, picture, as_given=True, only=only)
     else:
-        from horizonml.cli.planning import show_plan
-
         show_plan(load_job(job_file, overrides, workers), devices, as_json, out, picture, in_full=in_full)
 
 
@@ -153,80 +160,19 @@ def _refuse(options: Mapping[str, object], before: str, meant: str) -> None:
         )
 
 
-def simulate(
-    job_file: JobFile,
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help=_PLAN, show_default=False)],
-    devices: _Devices = None,
-    picture: _Picture = None,
-    overrides: Overrides = None,
-    device: Device = None,
-    measure_again: MeasureAgain = False,
-) -> None:
-    """Predict the time and memory of a given plan.
-
-    Also shows what limits it. The devices need not be there, but must be as many as the plan has ranks; those of a file
-    that the plan leaves out do not count.
-    """
-    from horizonml.cli.planning import show_plan
-    from horizonml.job.jobfile import read_devices, read_plan
-
-    job, only = read_plan(load_job(job_file, overrides), plan_file), read_devices(plan_file)
-    show_plan(job, devices, False, None, picture, as_given=True, only=only)
-
-
-def profile(
-    job_file: JobFile,
-    overrides: Overrides = None,
-    device: Device = None,
-    measure_again: MeasureAgain = False,
-    out: _Out = None,
-    threads: _Threads = None,
-) -> None:
-    """Measure a model's layers on this device.
-
-    Shows the time of each layer's forward and backward pass, and the size of its parameters and outputs. Times are
-    measured once for a model, a device and a version of torch, and kept; --measure-again measures them anew.
-    """
-    from horizonml.cli.planning import show_profile
-
-    show_profile(load_job(job_file, overrides), out, threads)
-
-
-def what_if(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN", help="A run's folder (runs/NAME); the run may still be training.", show_default=False
-        ),
-    ],
-    add: _Add = None,
-    remove: _Remove = None,
-    rate: _Rate = None,
-    strategy: _Strategy = None,
-    seconds: _Seconds = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
-) -> None:
-    """Predict what other devices or links would change about a run.
-
-    Shows the plan and the time of a step that are predicted for the run's devices after the changes, how both differ
-    from the present ones, and why. Nothing is measured, and the run is not disturbed: everything comes from what rank 0
-    has recorded in the run's folder. Planning takes some seconds.
-    """
-    import json
-
-    from horizonml.report.what_if import what_if as ask
+def _what_if(
+    run: Path, changes: Mapping[str, list[str] | None], strategy: str | None, seconds: float
+) -> dict[str, Any]:
+    """Return what other devices or links would change about a run; everything comes from what rank 0 has recorded."""
+    from horizonml.report.what_if import what_if
 
     rates: dict[str, str] = {}
-    for text in rate or []:
+    for text in changes["--rate"] or []:
         link, sign, value = text.partition("=")
         if not sign:
             raise JobError(f"--rate: {ascii(text)[:60]} lacks a rate; write for example 0-1=100Mbit")
         rates[link] = value
-    answer = ask(run, add or (), remove or (), rates, strategy, seconds)
-    if as_json:
-        print(json.dumps(answer, indent=2, allow_nan=False))
-    else:
-        _print(answer)
+    return what_if(run, changes["--add"] or (), changes["--remove"] or (), rates, strategy, seconds)
 
 
 def _print(answer: dict[str, Any]) -> None:

@@ -73,8 +73,10 @@ def validate(
     """
     import yaml
 
+    from horizonml.job.jobfile import json_schema
+
     if as_schema:
-        schema()
+        print(json.dumps(json_schema(), indent=2))
         return
     if job_file is None:
         raise JobError("name a job file, or use --schema")
@@ -86,13 +88,6 @@ def validate(
         find(job.model.name)
     print(yaml.safe_dump(job.model_dump(exclude_none=True), sort_keys=False), end="")
     print(f"# {job_file} is a valid job", file=sys.stderr)
-
-
-def schema() -> None:
-    """Print the job file's JSON schema, for editors."""
-    from horizonml.job.jobfile import json_schema
-
-    print(json.dumps(json_schema(), indent=2))
 
 
 def train(

@@ -51,28 +51,12 @@ _MLflow = Annotated[
 ]
 
 
-def top(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN", help="A run's folder (runs/NAME), while it trains or afterwards.", show_default=False
-        ),
-    ],
-    once: _Once = False,
-    every: _Every = 1.0,
-) -> None:
-    """Watch a run in the terminal.
-
-    Shows how far the run is, its loss and speed, each rank's memory and where its time goes, the plan, what flows over
-    the links, and what has happened. Everything is read from the run's folder, so the run may be finished, and it is
-    never disturbed. Press q or Ctrl-C to leave; the run goes on.
-    """
+def _watch_in_terminal(run: Path, once: bool, every: float) -> None:
+    """Show a run in the terminal until q or Ctrl-C is pressed, or `once`; the run goes on."""
     from rich.console import Console
 
     from horizonml.report.live import LiveRun
 
-    if not run.is_dir():
-        raise HorizonError(f"{run} is not a folder; name that of a run, such as runs/digits")
     console = Console(highlight=False)
     shown = _Shown(LiveRun(run), console.encoding.lower().startswith("utf"))
     if once or not console.is_terminal:
@@ -176,7 +160,7 @@ def watch(
     run's folder, and the run is never disturbed.
     """
     if terminal or once:
-        top(find_run(run) if run.is_dir() else run, once, every)
+        _watch_in_terminal(find_run(run), once, every)
         return
     from horizonml.machine.network import is_loopback
     from horizonml.machine.signals import stop_on_signal
@@ -261,7 +245,7 @@ def report(
     that did not, or to add what could not be delivered then. The run's own records are not changed.
     """
     if tensorboard is not None or mlflow is not None:
-        log(folder, tensorboard, mlflow)
+        _log(folder, tensorboard, mlflow)
         return
     require("matplotlib", "`horizonml report`")
     from horizonml.report.bench.report import write_report
@@ -270,17 +254,11 @@ def report(
         print(path)
 
 
-def log(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder (runs/NAME).", show_default=False)],
-    tensorboard: _TensorBoard = None,
-    mlflow: _MLflow = None,
-) -> None:
+def _log(run: Path, tensorboard: Path | None, mlflow: str | None) -> None:
     """Log a recorded run to TensorBoard or MLflow."""
     from horizonml.report.records import lead_records
     from horizonml.telemetry.sinks import Scalars, Sink, open_mlflow, open_tensorboard
 
-    if tensorboard is None and mlflow is None:
-        raise JobError("say where to log the run: --tensorboard FOLDER, --mlflow URI, or both")
     records, sinks = lead_records(run), list[tuple[str, Sink]]()
     steps = sum(record.kind == "step" for record in records)
     if not steps:

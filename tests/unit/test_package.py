@@ -191,21 +191,6 @@ def test_a_home_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
     assert result.stderr.count("cannot be written to") == 1
 
 
-def test_a_command_that_was_renamed_says_its_new_name(tmp_path: Path) -> None:
-    for old, new, ended in (
-        (["schema"], "validate --schema", 0),
-        (["simulate", "digits", "none.yaml"], "plan JOB --given PLAN", 2),
-        (["profile", "none.yaml"], "plan JOB --profile", 2),
-        (["what-if", "none"], "plan RUN", 1),
-        (["top", "none"], "watch RUN --terminal", 1),
-        (["log", "none"], "report RUN", 2),
-    ):
-        done = command(tmp_path, *old)
-        assert f"warning: horizonml {old[0]} is now called horizonml {new}\n" in done.stderr
-        assert done.returncode == ended, done.stderr
-        assert "Traceback" not in done.stderr
-
-
 def test_arm_boards_get_no_release_of_pytorch_that_ends_with_an_illegal_instruction() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [one for one in map(Requirement, project["dependencies"]) if one.name == "torch"]

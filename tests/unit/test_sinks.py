@@ -249,8 +249,6 @@ def test_a_sink_that_fails_is_named_once_and_the_records_are_complete(
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    nowhere = command(tmp_path, "log", "run")
-    assert (nowhere.returncode, "say where to log the run: --tensorboard" in nowhere.stderr) == (2, True)
     write_run(tmp_path / "run")
     empty = command(tmp_path, "report", "nothing", "--tensorboard", "board")
     assert (empty.returncode, "nothing has no steps of a run" in empty.stderr) == (1, True)
