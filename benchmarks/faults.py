@@ -7,6 +7,7 @@
 - join: a rank returns once the others step without it; how long they stand still for it
 - grow: the same for one more rank than the job began with
 - goodput: a kill every 30 s, each rank restarted at once; samples per second against those before and after
+- soak: faults of all kinds for hours, on devices with networks and disks of their own (see `benchmarks.soak`)
 - mirror: the cost of mirroring state to another rank's memory while nothing is lost, switched on and off in turn
 
 The model is ResNet-18 at 32 px on the embedded digits, with one thread for each rank. Every round has a cluster of its
@@ -28,6 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import soak
 from benchmarks.faults_cluster import BATCH_SIZE, Cluster, HorizonML, NeverHappened, wait_for
 from benchmarks.faults_peers import Torchft, Torchrun
 from benchmarks.faults_read import gaps, repeated_steps, window
@@ -248,6 +250,9 @@ FAULTS = {
 
 def main() -> None:
     """Measure one fault, print it and write it."""
+    if sys.argv[1:2] == ["soak"]:
+        soak.main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("fault", choices=FAULTS)
     parser.add_argument("--plan", choices=("ddp", "hybrid", "pipeline"), default="ddp")
