@@ -105,7 +105,7 @@ class LocalSession(Trainer):
         self._done = [state.step] * len(shares)  # the step up to which each replica had trained in an earlier group
         self._trained = state.step  # the step up to which this replica has worked on all of its rows
         self._summing: tuple[int, ...] = ()  # the fragments on which all are about to agree
-        self._refused = False
+        self._begun = self._refused = False
         self._found, self._samples = self._totals.found({}), 0
         self._sent = 0  # bytes, in the step under way
         self._apart: float | None = None  # how far this replica's outer gradient was from the mean
@@ -117,7 +117,7 @@ class LocalSession(Trainer):
         raise AssertionError("nobody follows replicas that take local steps")
 
     def end_following(self) -> None:
-        """Do nothing: nobody follows."""
+        """Do nothing."""
 
     def _begin_training(self) -> None:
         """Take the state as what all agree on; it has been loaded, or received, by now."""
@@ -137,35 +137,34 @@ class LocalSession(Trainer):
     def begin(self) -> None:
         """Go on from what the replicas have done since they agreed last, if an earlier group was lost then.
 
-        Replicas may have come differently far, so the next step is the first one that any of them has not done. What a
-        replica did that has lost a rank is lost; others repeat their steps only if this rank's layers have changed.
+        Replicas may have come differently far, so the next step is the first one that any of them has not done, or the
+        one that ends with the synchronisation that did not come about. What a replica did that has lost a rank is lost;
+        others repeat their steps only if this rank's layers have changed.
         """
         self._begin_training()
-        own, self.state.own_steps = self.state.own_steps, None
-        agreed, kept = self.state.step, self._kept(own)
-        told = self.group.exchange(
-            Kept(own is not None, kept.done, kept.replica, kept.rows)
-            if kept is not None
-            else Kept(own is not None, agreed, (), ())
-        )
-        done = [done_by([told[rank] for rank in ranks], agreed) for ranks in self.plan.replicas]
-        first = min((step for step in done if step is not None), default=agreed)
+        own, agreed = self.state.own_steps, self.state.step
+        kept = self._kept(own)
+        mine = (kept.done, kept.replica, kept.rows) if kept is not None else (agreed, (), ())
+        told = self.group.exchange(Kept(own is not None, *mine))
+        members = [[told[rank] for rank in ranks] for ranks in self.plan.replicas]
+        done = [done_by(ranks, agreed) for ranks in members]
+        due = next(step for step in itertools.count(agreed + 1) if self._local.synchronises(step))
+        first = min([due - 1, *(step for step in done if step is not None)]) if any(done) else agreed
         self._done = [first if step is None else step for step in done]
-        leads = [told[ranks[0]] for ranks in self.plan.replicas]
-        goes_on = [step is not None and step > agreed for step in done]
+        goes_on = [is_whole(ranks) for ranks in members]
         for number, fragments in enumerate(self._fragments):
-            rows = [lead.rows[number] if here else 0.0 for lead, here in zip(leads, goes_on, strict=True)]
+            rows = [ranks[0].rows[number] if here else 0.0 for ranks, here in zip(members, goes_on, strict=True)]
             for fragment in fragments:
                 fragment.go_on(kept.tensors[number] if kept and goes_on[self._place] else None, rows)
         if kept and goes_on[self._place]:
             self._found, self._samples = kept.found, kept.samples
         self._trained = self._done[self._place]
         self.state.step = self._base = first
-        self.state.given_up = self._trained - first
+        self.state.given_up, self.state.own_steps, self._begun = self._trained - first, None, True
 
     def _kept(self, own: OwnSteps | None) -> OwnSteps | None:
         """Return what this rank can go on from of its own steps, or None if there is nothing."""
-        if own is None or self.state.step not in (own.since, own.pending) or own.done <= self.state.step:
+        if own is None or self.state.step not in (own.since, own.pending) or not any(own.rows):
             return None
         every = [{name: t for one in here for name, t in one.own().items()} for here in self._fragments]
         shapes = [{name: tensor.shape for name, tensor in here.items()} for here in every]
@@ -185,14 +184,15 @@ class LocalSession(Trainer):
 
     def _own_steps(self) -> OwnSteps:
         """Return copies of what this rank has done since all agreed last."""
-        prepared, ahead = self.state.prepared, self._trained > self._synced
+        prepared = self.state.prepared
+        rows = tuple(here[0].rows if here else 0.0 for here in self._fragments)
         return OwnSteps(
             self._synced,
             self._trained,
             (self._place, len(self.plan.replicas[self._place])),
-            tuple(here[0].rows if here else 0.0 for here in self._fragments),
+            rows,
             tuple(
-                {name: tensor.clone() for one in here for name, tensor in one.own().items()} if ahead else {}
+                {name: tensor.clone() for one in here for name, tensor in one.own().items()} if any(rows) else {}
                 for here in self._fragments
             ),
             prepared.step if isinstance(prepared, PreparedOuter) else 0,
@@ -221,7 +221,7 @@ class LocalSession(Trainer):
             raise PeerLost("the group was broken off")
         self.group.moved_on()
         self._begin_training()
-        self.state.prepared = None
+        self.state.prepared, self._begun = None, True
         number, self._cpu = self.state.step, cpu_seconds()
         self._stop, self._newcomers = self._stop or stop, self._newcomers or newcomers
         steps = self._train(batch, learning_rate, full)
@@ -385,7 +385,7 @@ class LocalSession(Trainer):
     def close(self) -> None:
         """Go back to what all ranks have agreed on last, and release everything but the state and this rank's steps."""
         self._inner.close()
-        if self._fragments and not self._refused:
+        if self._begun and not self._refused:
             self.state.own_steps = self._own_steps()
         for fragment in itertools.chain(*self._fragments):
             fragment.roll_back()
@@ -407,16 +407,21 @@ class Kept:
     rows: tuple[float, ...]
 
 
+def is_whole(ranks: Sequence[Kept]) -> bool:
+    """Return whether the members of a replica were together before, and can go on from the same step."""
+    return len({(one.replica, one.done) for one in ranks}) == 1 and ranks[0].replica[1:] == (len(ranks),)
+
+
 def done_by(ranks: Sequence[Kept], agreed: int) -> int | None:
     """Return the step up to which a replica has trained, or None if it begins anew, wherever the others are.
 
     `ranks` are its members; `agreed` is the step up to which all have. Members that are together as before, but cannot
     go on, repeat their steps; where they come from several replicas, those have lost ranks, and their steps with them.
     """
-    whole = len({one.replica for one in ranks}) == 1 and ranks[0].replica[1:] == (len(ranks),)
-    if whole and len({one.done for one in ranks}) == 1:
-        return ranks[0].done
-    return agreed if whole or any(one.before and not one.replica for one in ranks) else None
+    if is_whole(ranks):
+        return max(agreed, ranks[0].done)
+    together = is_whole([replace(one, done=0) for one in ranks])
+    return agreed if together or any(one.before and not one.replica for one in ranks) else None
 
 
 @contextmanager

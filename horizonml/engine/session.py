@@ -91,8 +91,15 @@ class Trainer(Protocol):
         return len(self.plan.stages) - 1 in self.stages
 
     def begin(self) -> None:
-        """Make ready for the first step of a group, with the state that all ranks have agreed on."""
-        self.state.own_steps = None
+        """Make ready for the first step of a group, with the state that all ranks have agreed on.
+
+        The only rank that is left of replicas that took local steps goes on from its own ones.
+        """
+        own, self.state.own_steps = self.state.own_steps, None
+        if own is not None and self.group.world_size == own.replica[1] == 1 and own.since == self.state.step:
+            tensors = {f"model/{name}": tensor for part in own.tensors for name, tensor in part.items()}
+            self.state.take_over(tensors)
+            self.state.step = max(self.state.step, own.done)
 
     def follow(self, following: Following) -> None: ...
     def end_following(self) -> None: ...

@@ -83,6 +83,10 @@ class Local:
         """Return the fragment whose outer update is applied after `step` steps, or None."""
         return self.sent(step - self.delay) if step > self.delay else None
 
+    def synchronises(self, step: int) -> bool:
+        """Return whether a fragment's outer gradient is taken, or its outer update is applied, after `step` steps."""
+        return self.sent(step) is not None or self.applied(step) is not None
+
     def next_applied(self, step: int) -> int:
         """Return the first step after `step` in which an outer update is applied, and with it all members agree."""
         steps = (step + 1 + (self._offset(f) + self.delay - step - 1) % self.every for f in range(self.fragments))

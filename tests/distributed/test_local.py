@@ -20,6 +20,7 @@ from horizonml.errors import Diverged, PeerLost, PlanError
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.state.spec import Adam, Ema, Sgd
+from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import agreed_state, built, session_for, state_of
@@ -262,6 +263,11 @@ def test_an_outer_gradient_that_is_not_finite_is_refused_on_all_ranks(pool: Pool
             assert (same, step) == (True, 4)
 
 
+def lose_the_others(*arguments: Any, **others: Any) -> Any:
+    """Stand for an agreement in which a rank is lost."""
+    raise PeerLost("lost")
+
+
 def interrupted(
     rank: int, world_size: int, store: Store, case: Locally, steps: list[int], lost: set[int], after: list[float]
 ) -> tuple[int, dict[str, Tensor]]:
@@ -270,13 +276,20 @@ def interrupted(
     `after` are the shares that the ranks have then. Return the first step in the new group, and the state at its end.
     """
     model = model_of(case)
-    group = Group(PrefixStore("first", store), rank, world_size, 30.0)
+    group = Group(PrefixStore("first", store), rank, world_size, 5.0)
     session = session_for(case.plan(len(model.chain)), model, group, PLAIN, FULL)
+    assert isinstance(session, LocalSession)
     for step in range(steps[rank]):
-        session.step(RandomBatch(step), LR)
+        if step == 7:
+            session._totals.agree = lose_the_others  # type: ignore[method-assign]
+        with contextlib.suppress(PeerLost):
+            session.step(RandomBatch(step), LR)
+    store.set(f"ready/{rank}", "")
+    store.wait([f"ready/{other}" for other in range(world_size)])
     session.close()
     group.close()
     state = session.state
+    state.prepared = None
     assert state.step == 4
     if rank in lost:
         return 0, {}
@@ -311,11 +324,15 @@ def worked(case: Locally, start: dict[str, Tensor], rows: Sequence[tuple[int, tu
     return {f"model/{name}": value.detach().clone() for name, value in stage.state_dict().items()}
 
 
-@pytest.mark.parametrize("steps", [[6, 6, 6, 7], [7, 6, 6, 5]], ids=["equally far", "differently far"])
-def test_a_lost_replica_costs_the_others_no_step(pool: Pool, steps: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("steps", "first"),
+    [([6, 6, 6, 7], 6), ([7, 6, 6, 5], 6), ([8, 8, 8, 6], 7)],
+    ids=["equally far", "differently far", "in the synchronisation"],
+)
+def test_a_lost_replica_costs_the_others_no_step(pool: Pool, steps: list[int], first: int) -> None:
     case = Locally("four", ((1.0,) * 4,), local=Local(4))
     kept = [found for found in pool.run(4, interrupted, case, steps, {3}, [1.0] * 3) if found[1]]
-    assert [first for first, _ in kept] == [6] * 3
+    assert [found for found, _ in kept] == [first] * 3
     agreed = pool.run(4, synchronise, replace(case, optimizer=PLAIN), 4)[0][0]
     before, after = (Stage(0, 1, tuple(range(count)), (1.0,) * count) for count in (4, 3))
     moved, total = [], 0
@@ -338,6 +355,37 @@ def test_a_replica_that_is_a_pipeline_goes_on_as_a_whole(pool: Pool) -> None:
     whole = pool.run(4, synchronise, replace(case, optimizer=PLAIN), 8)
     for (_, state), (expected, _, _) in zip(kept, whole, strict=True):
         assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def broken(rank: int, world_size: int, store: Store, case: Locally, at: int) -> dict[str, Tensor]:
+    """Train nine steps in two groups of the same ranks, the first of which breaks after `at` steps."""
+    session = None
+    model = model_of(case)
+    state = TrainState(model, case.optimizer, None, True)
+    for name, until in (("first", at), ("second", 9)):
+        group = Group(PrefixStore(name, store), rank, world_size, 30.0)
+        if session is not None:
+            assert agreed_state(state, True, group) is not None
+        session = open_session(case.plan(len(model.chain)), state, group, Classification(), FULL)
+        session.begin()
+        for step in range(state.step, until):
+            session.step(RandomBatch(step), LR, full=step == 8)
+        tensors = state_of(session)
+        session.close()
+        group.close()
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("local", "at"), [(Local(4), 6), (Local(4, fragments=2), 2), (Local(4, fragments=2), 7), (Local(4, delay=2), 6)]
+)
+def test_a_group_that_breaks_without_a_loss_changes_nothing(pool: Pool, local: Local, at: int) -> None:
+    case = Locally("three", ((1.0,) * 3,), local=local, optimizer=PLAIN)
+    straight = pool.run(3, synchronise, case, 9)
+    for state, (expected, _, _) in zip(pool.run(3, broken, case, at), straight, strict=True):
+        assert state.keys() == expected.keys()
+        for name, value in state.items():
+            assert distance(value, expected[name]) < 1e-6, name
 
 
 def kept(done: int, place: int, before: bool = True) -> Kept:
