@@ -34,7 +34,7 @@ from horizonml.runtime.trainer import training_batch
 from horizonml.state.carry import Parcel, carry, memory_here, move, senders
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.follow import who_follows
-from horizonml.state.mirror import Mirror, Rebuild, Replica, Report, buddies, owners, rebuilds, together
+from horizonml.state.mirror import Mirror, Rebuild, Replica, Report, beside, buddies, owners, rebuilds, together
 from horizonml.state.optim import learning_rate
 from horizonml.state.parts import joined, name_of
 from horizonml.state.resume import Recovery
@@ -398,14 +398,18 @@ def crowded(
 
     An owner holds the copy that it sends. A buddy holds the replica, and the next one, which is arriving; and one more
     if all copies are taken at the same step, as with several mirrors. Where the members of a stage split channels, so
-    does the owner, which holds its replica, too.
+    does the owner, which holds its replica, too; the members of another stage all keep copies of their own.
     """
     keeping = buddies(plan, mirrors, hosts)
     split = {owner for owner in keeping if len(together(plan, owner)) > 1}
     alike = split if mirrors < 2 else set(keeping)
     needed = [
         (3 if rank in split else 1) * state_bytes[rank]
-        + sum((3 if owner in alike else 2) * state_bytes[owner] for owner, ranks in keeping.items() if rank in ranks)
+        + sum(
+            (3 if owner in alike else 2) * state_bytes[owner]
+            for owner, ranks in keeping.items()
+            if rank in ranks or rank in beside(plan, owner)
+        )
         for rank in range(plan.world_size)
     ]
     worst = max(range(plan.world_size), key=lambda rank: needed[rank] / max(1.0, left[rank]))

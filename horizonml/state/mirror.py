@@ -211,7 +211,8 @@ class Mirror:
         own = None
         if self._group.rank in self.owners:
             targets = self._buddies[self._group.rank]
-            budget = min(map(self._speed, targets)) / len(targets) * self._budget * self._seconds
+            speed = min(map(self._speed, targets), default=math.inf) / max(1, len(targets))
+            budget = speed * self._budget * self._seconds
             self._own = self._packer.pack(self._state)
             size = len(self._own)
             members = len(together(self.plan, self._group.rank))  # whose work one rank would repeat
@@ -248,24 +249,25 @@ class Mirror:
 
     def _slice(self, owner: int, course: _Course, step: int) -> None:
         rank, targets = self._group.rank, self._buddies[owner]
-        if rank not in (owner, *targets):
+        members = beside(self.plan, owner)
+        if rank not in (owner, *targets, *members):
             return
         begin, end = course.slice(step)
         tag = self._group.channel("mirror").tag(owner)
-        if rank == owner:
-            if course.cycle(step)[1] == 0:
-                self._own = self._packer.pack(self._state, None if self.parts else self._own)
+        if course.cycle(step)[1] == 0:
+            if rank == owner or rank in members:
+                keeps = bool(self.parts or members)
+                self._own = self._packer.pack(self._state, None if keeps else self._own)
                 if len(self._own) != course.bytes:  # a parameter was first updated after the ranks had agreed on sizes
                     self._own = torch.zeros(course.bytes, dtype=torch.uint8)  # which nobody takes for a state
-                if self.parts:
-                    self._arriving[rank] = self._own
-            assert self._own is not None
-            content = self._own
-        else:
-            if course.cycle(step)[1] == 0:
+                if keeps:
+                    self._arriving[owner] = self._own
+            else:
                 self._arriving[owner] = torch.empty(course.bytes, dtype=torch.uint8)
-            content = self._arriving[owner]
-        for target in targets if end > begin and rank == owner else [rank] if end > begin else ():
+        content = self._own if rank == owner else self._arriving[owner]
+        assert content is not None
+        to = () if end == begin else targets if rank == owner else [rank] if rank in targets else ()
+        for target in to:
             self._works.append(Parcel("", content[begin:end], owner, target).begin(self._group, tag))
 
     def _finish_slices(self, step: int) -> None:
@@ -328,21 +330,25 @@ class Replica:
 def owners(plan: Plan, mirrors: int = 1) -> dict[int, int]:
     """Return the ranks whose state is mirrored, and to how many ranks, so that as many ranks may be lost at once.
 
-    They are those that alone hold it, and where two may be lost, the first of two members of a stage.
+    They are those that alone hold it. Where two ranks may be lost, the first member of every other stage is one, too: a
+    stage of two members needs one more copy, and what one of more members has sent may have to be computed again.
     """
     found = {}
     for rank in range(plan.world_size) if plan.world_size > 1 else ():
         stages = [plan.stages[number] for number in plan.stages_of(rank)]
-        copies = [
-            mirrors if stage.splits_channels or len(stage.ranks) == 1 else mirrors + 1 - len(stage.ranks)
-            for stage in stages
-            if stage.splits_channels
-            or len(stage.ranks) == 1
-            or (rank == stage.ranks[0] and stage.sync is Sync.ALL_REDUCE)
-        ]
-        if stages and len(copies) == len(stages) and min(copies) > 0:
-            found[rank] = max(copies)
-    return found
+        alone = [stage.splits_channels or len(stage.ranks) == 1 for stage in stages]
+        first = [mirrors > 1 and rank == one.ranks[0] and one.sync is Sync.ALL_REDUCE for one in stages]
+        if stages and all(one or other for one, other in zip(alone, first, strict=True)):
+            found[rank] = max(
+                0, *(mirrors if one else mirrors + 1 - len(s.ranks) for one, s in zip(alone, stages, strict=True))
+            )
+    return found if any(found.values()) else {}
+
+
+def beside(plan: Plan, owner: int) -> set[int]:
+    """Return the members of an owner's stage who keep copies of their own, which are the same; none if it is alone."""
+    stages = [plan.stages[number] for number in plan.stages_of(owner)]
+    return {rank for stage in stages if not stage.splits_channels and len(stage.ranks) > 1 for rank in stage.ranks}
 
 
 def together(plan: Plan, owner: int) -> tuple[int, ...]:
@@ -357,8 +363,9 @@ def buddies(plan: Plan, mirrors: int = 1, hosts: Sequence[str] | None = None) ->
     In a stage that is split, that is the next member; if no other rank has layers, it is one without. If the machines
     of the ranks are known, those on other machines than the members of the stage, and than each other, come first.
     """
-    found = {owner: _buddies(plan, owner, count, hosts) for owner, count in owners(plan, mirrors).items()}
-    return {owner: ranks for owner, ranks in found.items() if ranks}
+    counts = owners(plan, mirrors)
+    found = {owner: _buddies(plan, owner, count, hosts) for owner, count in counts.items()}
+    return {owner: ranks for owner, ranks in found.items() if ranks or not counts[owner]}
 
 
 def _buddies(plan: Plan, owner: int, count: int, hosts: Sequence[str] | None) -> tuple[int, ...]:
@@ -455,7 +462,7 @@ def _rebuild(plan: Plan, number: int, reports: Mapping[int, Report], ties: Ties,
     holders = [[rank for at, rank in sorted(there) if at == step] for there in having]
     # An initial state is known to all, and a copy to its buddies only, which therefore come first.
     able = sorted(set().union(*holders))
-    first = buddies(plan, mirrors)[owning[0]][0]
+    first = next((one for owner in owning for one in buddies(plan, mirrors)[owner]), None)
     builder = max(able, key=lambda rank: (sum(rank in there for there in holders), rank == first))
     logs = [reports[rank].log for rank in sources]
     if any(log is None or log > step for log in logs):

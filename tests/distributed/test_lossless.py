@@ -27,7 +27,7 @@ from horizonml.runtime.life import Last
 from horizonml.runtime.restore import crowded, rebuild
 from horizonml.runtime.trainer import training_batch
 from horizonml.state.carry import move, senders
-from horizonml.state.mirror import Mirror, Report, buddies, keepers, owners, rebuilds
+from horizonml.state.mirror import Mirror, Report, beside, buddies, keepers, owners, rebuilds
 from horizonml.state.resume import Held, Memory, Recovery, newest
 from horizonml.state.shards import Best
 from horizonml.state.train_state import Prepared, TrainState
@@ -217,6 +217,7 @@ PLANS |= {
         micro_batches=2,
     ),
 }
+PLANS["one, three"] = Plan((Stage(0, 6, (0,), ONE), Stage(6, LAYERS, (1, 2, 3), (1.0, 2.0, 1.0))), micro_batches=2)
 MODELS["tied, four"] = "LanguageModel"
 
 
@@ -231,6 +232,8 @@ MODELS["tied, four"] = "LanguageModel"
         ("two and two", (2, 3), 13, FAST, None),
         ("one, two, one", (0, 2), 9, SLOW, None),  # a stage, and one of two members that sent messages to it
         ("one, two, one", (1, 2), 9, SLOW, CLIP_NORM),
+        ("one, two, one", (1, 3), 9, SLOW, None),  # one of two members, and who keeps the other copy of their stage
+        ("one, three", (0, 1), 9, SLOW, None),  # the messages from one of three members are computed again
     ],
 )
 def test_what_two_ranks_held_is_rebuilt_bit_for_bit(
@@ -247,6 +250,31 @@ def test_what_two_ranks_held_is_rebuilt_bit_for_bit(
     for rank in alone:
         assert results[rank]
         expect_same({key: value for key, value in rebuilt.items() if key in results[rank]}, results[rank])
+
+
+LAYOUTS = [(1, 1, 1, 1), (2, 2), (1, 2, 1), (1, 3), (3, 1), (1, 1, 3), (2, 3), (1, 4), (1, 3, 1), (1, 2, 2)]
+
+
+@pytest.mark.parametrize("counts", LAYOUTS, ids=str)
+def test_any_two_ranks_can_be_rebuilt(counts: tuple[int, ...]) -> None:
+    edges = [0, *itertools.accumulate(counts)]
+    plan = Plan(
+        tuple(
+            Stage(n, n + 1, tuple(range(first, end)), ONE * (end - first))
+            for n, (first, end) in enumerate(itertools.pairwise(edges))
+        )
+    )
+    holders = {owner: {*ranks} | beside(plan, owner) for owner, ranks in buddies(plan, 2).items()}
+    for lost in itertools.combinations(range(plan.world_size), 2):
+        missing = [number for number, stage in enumerate(plan.stages) if {*stage.ranks} <= {*lost}]
+        reports = {
+            rank: Report({owner: [4] for owner, ranks in holders.items() if rank in ranks}, 4)
+            for rank in range(plan.world_size)
+            if rank not in lost
+        }
+        found = rebuilds(plan, missing, reports, (), 2)
+        assert found is not None, lost
+        assert {number for one in found for owner in one.owners for number in plan.stages_of(owner)} >= {*missing}
 
 
 def test_over_a_link_that_is_too_slow_nothing_is_mirrored(pool: Pool) -> None:
