@@ -269,6 +269,7 @@ def sizes_of(soak: Soak) -> dict[str, float]:
 class Result:
     """What a soak has cost."""
 
+    begin: float  # Unix time
     seconds: float
     faults: list[Fault]
     kinds: dict[str, int]
@@ -353,7 +354,19 @@ def _judge(
     kinds = dict(Counter(fault.kind for fault in faults))
     goodput = 1 - stalled / (end - begin)
     return Result(
-        end - begin, faults, kinds, hangs, len(steps), repeated, goodput, usual, gaps[:20], growth, samples, machine()
+        begin,
+        end - begin,
+        faults,
+        kinds,
+        hangs,
+        len(steps),
+        repeated,
+        goodput,
+        usual,
+        gaps[:20],
+        growth,
+        samples,
+        machine(),
     )
 
 
@@ -361,12 +374,13 @@ def draw(result: Result, path: Path) -> None:
     """Draw the faults and what may grow, over time."""
     import matplotlib.pyplot as plt
 
-    begin = result.faults[0].time if result.faults else 0.0
+    begin = result.begin
     figure, (above, below) = plt.subplots(2, 1, figsize=(11, 7), sharex=True, constrained_layout=True)
     names = list(KINDS)
     for fault in result.faults:
         row = names.index(fault.kind)
-        above.plot([(fault.time - begin) / 60, (fault.time - begin + max(2.0, fault.seconds)) / 60], [row, row], lw=6)
+        ends = [(fault.time - begin) / 60, (fault.time - begin + max(2.0, fault.seconds)) / 60]
+        above.plot(ends, [row, row], lw=6, color=f"C{row}", solid_capstyle="butt")
     above.set_yticks(range(len(names)), names)
     above.set_title(f"{len(result.faults)} faults in {result.seconds / 60:.0f} min: goodput {result.goodput:.1%}")
     minutes = [one["time"] / 60 for one in result.samples]
