@@ -35,7 +35,10 @@ class Playback:
         self._error: BaseException | None = None
 
     def run(self, work: Callable[[int], None]) -> None:
-        """Call `work` for each of the ranks, in threads of their own, and raise the first error of any."""
+        """Call `work` for each of the ranks, several of them in threads of their own; raise the first error of any."""
+        if len(self.ranks) == 1:
+            work(*self.ranks)
+            return
         count = torch.get_num_threads()  # which counts for a single thread only
 
         def run(rank: int) -> None:

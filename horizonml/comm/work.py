@@ -124,7 +124,7 @@ def _wait(slot: _Slot) -> None:
         try:
             work.wait()
             slot.error = None
-        except GLOO_ERRORS as error:
+        except Exception as error:  # noqa: BLE001 (it is raised where the message is awaited)
             slot.error = error
         slot.work = work = None  # or it would keep the message until the next one comes
         slot.ended.release()

@@ -111,7 +111,7 @@ def test_the_commands(recorded: Path) -> None:
     assert all(line.isprintable() for line in lines), "no escape sequences without a terminal"
     nowhere = command(folder, "watch", "nowhere", "--terminal")
     assert (nowhere.returncode, nowhere.stderr) == (
-        1,
+        2,
         "error: nowhere is not a folder; name that of a run, such as runs/digits\n",
     )
 
