@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from horizonml.machine.network import split_address
 from horizonml.rendezvous.wire import (
@@ -46,6 +46,7 @@ class Endpoint:
     host: str
     port: int
     tls: ssl.SSLContext | None = None  # None if there is no token
+    key: str = field(default="", compare=False)  # of the standby that is meant, if it is one
 
     def __str__(self) -> str:
         """Return it as host:port."""
@@ -61,6 +62,9 @@ class Endpoint:
         What a rank keeps in reserve may say that the ranks meet elsewhere: with `follow`, the connection leads there.
         """
         client = Client((self.host, self.port), self.tls, seconds)
+        if self.key and client.key not in (None, self.key):  # another run leads to the ranks of its own
+            client.close()
+            raise ServiceError("another process has that port now")
         if follow and client.elsewhere is not None:
             client.close()
             try:
@@ -104,6 +108,7 @@ class Client:
             self.version = printable(str(greeting.get("version")), 40)  # of the service
             elsewhere = greeting.get("elsewhere")  # where the ranks meet, if not here
             self.elsewhere = printable(elsewhere, 300) if isinstance(elsewhere, str) else None
+            self.key = greeting.get("key")  # by which a standby is recognised
             theirs = greeting.get("time")
             # By how many seconds the service's clock is ahead of this one's, except for the way here; None if unknown.
             self.clock_ahead = theirs - time.time() if isinstance(theirs, float) and 0 <= theirs < _MOST_TIME else None

@@ -298,6 +298,7 @@ class _Meeting:
             up=seconds_up(),
             link_port=self.settings.link_port,
             standby_port=standby.listen(own, self.settings.link_port + 1) if standby is not None else 0,
+            standby_key=standby.key if standby is not None else "",
             trained=before.trained.generation if before is not None else 0,
             trained_size=len(before.trained.members) if before is not None else 0,
         )

@@ -68,6 +68,7 @@ class Fingerprint:
     up: Seconds = 0.0  # since its process was started
     link_port: Annotated[int, whole(1, 65535)] = 29401  # where its machine takes the data of ranks on other machines
     standby_port: Annotated[int, whole(0, 65535)] = 0  # of the service that it keeps in reserve; 0 if it has none
+    standby_key: Name = ""  # by which that one is recognised
     # The last group that it was in and whose ranks had all connected: a majority of that one decides how to go on.
     trained: Generation = 0
     trained_size: Size = 0

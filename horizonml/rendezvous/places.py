@@ -12,6 +12,7 @@ them, and they stay.
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import ssl
 import threading
@@ -70,7 +71,9 @@ class MeetingPlaces:
         """Take note of the members of a group, in the order of ranks."""
         tls = self.told.tls
         with self._lock:
-            self._standbys = [Endpoint(one.address, one.standby_port, tls) for one in members if one.standby_port]
+            self._standbys = [
+                Endpoint(one.address, one.standby_port, tls, one.standby_key) for one in members if one.standby_port
+            ]
         threading.Thread(target=self._reach_all, args=(self._standbys,), name="standbys", daemon=True).start()
 
     def connect(self, seconds: float = 5.0) -> Client:
@@ -240,6 +243,7 @@ class Standby(threading.Thread):
         self._tls, self._lobby = tls, lobby
         self._announced: threading.Event | None = None  # which takes the announcement back
         self.place: tuple[str, int] | None = None
+        self.key = secrets.token_hex(8)  # by which members know it: another process may have its port one day
         self.where: Callable[[], str | None] = lambda: None
         self._listener: socket.socket | None = None
         self._anew, self._ended = threading.Event(), threading.Event()
@@ -281,7 +285,7 @@ class Standby(threading.Thread):
                 self._tls,
                 handlers={**handlers, "moved": (Nothing, self._moved)},
                 roster=self._roster,
-                where=lambda: self.where(),
+                greeting=lambda: {"elsewhere": self.where(), "key": self.key},
             )
             self._service.run(self._is_over)
         self._announce(False)

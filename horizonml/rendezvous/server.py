@@ -95,13 +95,13 @@ class Server:
         listener: socket.socket,
         tls: ssl.SSLContext | None,
         handler: Handler,
-        where: Callable[[], str | None] = lambda: None,
+        greeting: Callable[[], Fields] = dict,
     ) -> None:
         """Let `handler` answer requests: it returns what is called until it has an answer.
 
-        Clients are told `where` they find what they look for, if that is at another address.
+        Clients are told what the `greeting` says, such as `elsewhere`: where they find what they look for.
         """
-        self._listener, self._tls, self._handler, self._where = listener, tls, handler, where
+        self._listener, self._tls, self._handler, self._greeting = listener, tls, handler, greeting
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -226,7 +226,7 @@ class Server:
         if not client.known:
             client.known = True
             greeting = {"protocol": PROTOCOL, "version": __version__, "time": time.time()}
-            self._answer(client, {**greeting, "elsewhere": self._where()})
+            self._answer(client, {**greeting, **self._greeting()})
             return
         self._ask(client, lambda: self._begin(client, fields))
 

@@ -127,19 +127,19 @@ class Service:
     def __init__(
         self, listener: socket.socket, tls: ssl.SSLContext | None = None, settle: float = 0.0,
         handlers: Handlers | None = None, roster: Roster | None = None, files: str = "",
-        where: Callable[[], str | None] = lambda: None,
+        greeting: Callable[[], Fields] = dict,
     ) -> None:  # fmt: skip
         """Serve on a listening socket, which the service takes over; `handlers` answer further kinds of requests.
 
         No first meeting is held for `settle` seconds: a group may run here that met at the service before this one.
         A service that was started with a job's `files` serves no rank that was started with others: those files have
         been replaced, so such a rank is refused, and a group that runs with them is asked to stop. Whoever connects is
-        told `where` the ranks meet, if not here.
+        told what the `greeting` says.
         """
         self._files = files
         self.moves = False  # whether the ranks go to another service, so that nothing is judged here any more
         self.port = int(listener.getsockname()[1])
-        self._server = Server(listener, tls, self._handle, where)
+        self._server = Server(listener, tls, self._handle, greeting)
         self._roster = roster or Roster(time.monotonic() + settle)
         self._over = 0  # the generation whose end was logged last
         self._releases = set[str]()  # with whose ranks not everything is shared

@@ -235,6 +235,30 @@ def test_ranks_go_to_the_standby_of_the_lowest_rank_that_is_there_and_back() -> 
             place.close()
 
 
+def test_a_standby_of_another_run_that_has_the_port_of_a_lost_rank_leads_nobody_astray() -> None:
+    with serving() as told, serving() as other:
+        places = [MeetingPlaces(told, Standby(None)) for _ in range(2)]
+        members = []
+        for number, place in enumerate(places):
+            assert place.standby is not None
+            port, key = place.standby.listen(LOCAL, 0), place.standby.key
+            members.append(rank(number, address=LOCAL, standby_port=port, standby_key=key))
+        for place in places:
+            place.know(members)
+        assert places[0].standby is not None
+        places[0].standby.close()
+        stranger = MeetingPlaces(other, Standby(None))  # its standby says that its ranks meet at the other service
+        assert stranger.standby is not None
+        assert stranger.standby.listen(LOCAL, members[0].standby_port) == members[0].standby_port
+    try:
+        wait_for(lambda: went(places[1]), "a rank at a standby", 20)
+        assert places[1].now.port == members[1].standby_port
+        assert not places[1].follow()
+    finally:
+        for place in (*places, stranger):
+            place.close()
+
+
 def went(place: MeetingPlaces) -> bool:
     try:
         place.connect().close()
