@@ -7,7 +7,8 @@ random (see `KINDS`), once all devices train together again. Needs root and ipta
 
 At the end the faults stop, all devices must train together once more, and what it has cost is printed and written as
 JSON and as a picture: steps that were repeated, hangs, goodput (the share of the time in which steps were taken at the
-usual pace), and what has grown: memory, descriptors, threads, processes, files.
+usual pace), and what has grown: memory, descriptors, threads, processes, files. Then one process trains the same
+epochs without faults (2,000 of them at most), and the held-out losses of both are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -35,6 +35,7 @@ from benchmarks.harness import machine
 from benchmarks.outlive import House
 from horizonml.errors import HorizonError
 from horizonml.files import write_atomically
+from horizonml.machine.code import python_module
 from horizonml.spec.base import duration
 from horizonml.telemetry.log import Tail
 
@@ -45,6 +46,7 @@ _HUNG_SECONDS = (
     120.0  # without a step on any device, or without all of them training together, although nothing is wrong
 )
 _SAMPLE_SECONDS = 30.0  # between two looks at memory and the like
+_COMPARED_EPOCHS = 2000
 _QUIET_SECONDS = 30.0  # without faults, at the beginning (for the usual pace) and at the end
 
 
@@ -66,7 +68,7 @@ class Trace:
     times: list[float] = field(default_factory=list)  # when its steps ended
     steps: Counter[int] = field(default_factory=Counter)
     size: int = 0  # of its last group
-    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)  # on held-out data, by epoch
     _tails: dict[Path, Tail] = field(default_factory=dict)
 
     def read(self) -> None:
@@ -78,8 +80,8 @@ class Trace:
                     self.steps[int(str(record["step"]))] += 1
                 elif record["kind"] == "run":
                     self.size = int(str(record["world_size"]))
-                elif record["kind"] == "recovery":
-                    self.recoveries.append(record)
+                elif record["kind"] == "evaluation":
+                    self.losses[int(str(record["epoch"]))] = float(str(record["loss"]))
 
     @property
     def last(self) -> float:
@@ -281,6 +283,7 @@ class Result:
     gaps: list[float]  # the longest times without a step on any device
     growth: dict[str, tuple[float, float]]  # the median over the first and the last quarter
     samples: list[dict[str, float]]
+    losses: list[tuple[int, float, float]]  # epoch, its held-out loss, and that of a run without faults
     machine: str
 
 
@@ -366,8 +369,21 @@ def _judge(
         gaps[:20],
         growth,
         samples,
+        _compared(dict(sorted(pair for trace in house.traces.values() for pair in trace.losses.items()))),
         machine(),
     )
+
+
+def _compared(losses: dict[int, float]) -> list[tuple[int, float, float]]:
+    """Train as many epochs without faults, and return the held-out losses of both after some of them."""
+    epochs = min(max(losses), _COMPARED_EPOCHS)
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["train", "digits", "--workers", "1", "--set", f"epochs={epochs}"]
+        subprocess.run(python_module("horizonml", *words), cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        alone = Trace(Path(folder))
+        alone.read()
+    every = max(1, epochs // 200)
+    return [(epoch, losses[epoch], alone.losses[epoch]) for epoch in range(every, epochs + 1, every) if epoch in losses]
 
 
 def draw(result: Result, path: Path) -> None:
@@ -419,5 +435,12 @@ def main(arguments: list[str]) -> None:
     )
     for name, (before, after) in result.growth.items():
         print(f"  {name}: {before:,.0f} at first, {after:,.0f} at the end")
+    if result.losses:
+        apart = [abs(ours - alone) for _, ours, alone in result.losses]
+        epoch, ours, alone = result.losses[-1]
+        print(
+            f"  held-out loss after epoch {epoch:,}: {ours:.4f}, {alone:.4f} without faults; apart in the median of "
+            f"epochs: {statistics.median(apart):.4f}, at most {max(apart):.4f}"
+        )
     for words in result.hangs:
         print(f"  hung {words}")
