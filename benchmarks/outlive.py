@@ -28,6 +28,7 @@ from horizonml.errors import HorizonError
 from horizonml.machine.code import python_module
 from horizonml.security.token import TOKEN, make_token
 
+ENDLESS = ["--set", "epochs=1000000", "--set", "checkpoint.every_steps=1000000"]
 _DEADLINE_SECONDS = 120.0
 _BEFORE_STEPS, _BEFORE_SECONDS, _AFTER_SECONDS = 20, 5.0, 8.0
 
@@ -54,8 +55,7 @@ class House:
         for name in ("HORIZONML_RENDEZVOUS", "GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE"):
             self._env.pop(name, None)
         self.processes: list[subprocess.Popen[bytes]] = []
-        endless = ["--set", "epochs=1000000", "--set", "checkpoint.every_steps=1000000"]
-        self.command_of_up = ["up", "digits", "--workers", str(train), *endless]
+        self.command_of_up = ["up", "digits", "--workers", str(train), *ENDLESS]
         self.start(0, self.command_of_up)
         for device in range(1, train):
             self.join(device, self.networks.address_of(0))
