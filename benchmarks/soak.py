@@ -378,7 +378,7 @@ def _compared(losses: dict[int, float]) -> list[tuple[int, float, float]]:
     """Train as many epochs without faults, and return the held-out losses of both after some of them."""
     epochs = min(max(losses), _COMPARED_EPOCHS)
     with tempfile.TemporaryDirectory() as folder:
-        words = ["train", "digits", "--workers", str(DEVICES), *ENDLESS]  # rates of learning depend on how many epochs are meant
+        words = ["train", "digits", "--workers", str(DEVICES), *ENDLESS]  # the same schedule of the learning rate
         process = subprocess.Popen(python_module("horizonml", *words), cwd=folder, stdout=subprocess.DEVNULL)
         alone = Trace(Path(folder))
         while epochs not in alone.losses and process.poll() is None:
