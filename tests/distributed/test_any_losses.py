@@ -26,6 +26,7 @@ from horizonml.telemetry.log import read_lines
 from tests.distributed.preload import FATE, PACE
 from tests.distributed.processes import begin, environment, horizonml
 from tests.distributed.truth import distance
+from tests.programs import need_package
 from tests.unit.test_data_stream import write_shard
 from tests.unit.test_standby import serving
 
