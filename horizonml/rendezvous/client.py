@@ -106,9 +106,9 @@ class Client:
         try:
             greeting = self.ask(hello(), max(0.1, until - time.monotonic()))
             self.version = printable(str(greeting.get("version")), 40)  # of the service
-            elsewhere = greeting.get("elsewhere")  # where the ranks meet, if not here
-            self.elsewhere = printable(elsewhere, 300) if isinstance(elsewhere, str) else None
-            self.key = greeting.get("key")  # by which a standby is recognised
+            self.elsewhere = _said(greeting, "elsewhere")  # where the ranks meet, if not here
+            self.key = _said(greeting, "key")  # by which a standby is recognised; None for a service
+            self.service = _said(greeting, "service")  # in whose place a standby is
             theirs = greeting.get("time")
             # By how many seconds the service's clock is ahead of this one's, except for the way here; None if unknown.
             self.clock_ahead = theirs - time.time() if isinstance(theirs, float) and 0 <= theirs < _MOST_TIME else None
@@ -201,6 +201,11 @@ class Client:
             raise ValueError("it says more than it was asked")
         self._received.clear()
         return parse(bytes(line), MOST_ANSWER)
+
+
+def _said(greeting: Fields, name: str) -> str | None:
+    value = greeting.get(name)
+    return printable(value, 300) if isinstance(value, str) else None
 
 
 ANSWER_SECONDS = 2.0  # then the connection is made anew, which is quicker than TCP's own recovery

@@ -6,7 +6,7 @@ reports there as it would to a service that was started anew. All of them know e
 nothing has to be agreed on. Members that were cut off from the others cannot form a group of their own: that takes more
 than half of the last one (see `members`). When the service that the ranks were told of answers again, they go back to
 it, because those who come later know only that one; a service that still has the state of an earlier generation refuses
-them, and they stay.
+them, and they stay. Who was told of a member's standby, and not of the service, learns there where that one is.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from horizonml.errors import RendezvousError
-from horizonml.machine.network import Address, AddressProbe, listen
+from horizonml.machine.network import Address, AddressProbe, is_loopback, listen
 from horizonml.rendezvous.client import Client, Endpoint, ServiceError, Unwanted
 from horizonml.rendezvous.messages import Fingerprint, Nothing
 from horizonml.rendezvous.roster import Roster
@@ -51,12 +51,13 @@ class MeetingPlaces:
         self.reached: set[Address] = set()  # the standbys that have answered once
         self.returned = False  # whether this rank was elsewhere meanwhile
         self.told = self.now = endpoint  # where it was told to meet the others, and where it does
+        self._serves = True  # whether that is a service, and not a member's standby
         self._standbys: list[Endpoint] = []
         self._lost_since: float | None = None
         self._lock = threading.Lock()
         self._look_at, self._answers = 0.0, False
         if standby is not None:
-            standby.where = self._where
+            standby.greeting = self._greeting
 
     def __str__(self) -> str:
         """Return for people the service at which this rank meets the others now."""
@@ -95,7 +96,24 @@ class MeetingPlaces:
                     raise
                 return found
             self._lost_since = None
+            if not self.away:
+                self._settle(client)
             return client
+
+    def _settle(self, client: Client) -> None:
+        """Take note of where the connection leads from where this rank was told to go, if that is a standby."""
+        here = replace(self.now.at(client.address), key=client.key or "")
+        if client.key is None:
+            if here != self.now:
+                self.told = self.now = here
+            return
+        service = None
+        with suppress(ServiceError, ValueError):
+            service = self.now.at(client.service) if client.service is not None else None
+        self._serves = service is not None and is_loopback(service.host) <= is_loopback(here.host)
+        if service is not None and self._serves:
+            self.told = service
+        self.now = here
 
     def answers_again(self) -> bool:
         """Return whether the service that this rank was told of answers, while it is elsewhere; never waits."""
@@ -143,15 +161,19 @@ class MeetingPlaces:
         A rank asks this that waits, because it was cut off, at a service to which the others do not come any more.
         """
         with self._lock:
-            for place in self._reached([one for one in self._standbys if one != self._own()]):
+            for place in self._reached([one for one in self._standbys if one != self._own()] or self._standby_here()):
                 with suppress(ServiceError, ValueError):
                     client = place.connect(_TRY_SECONDS, False)
                     client.close()
                     there = place if client.elsewhere is None else place.at(client.elsewhere)
-                    if there not in (self.now, self.told) and self._comes_before(there):
+                    if there != self.now and not self._is_told(there) and self._comes_before(there):
                         self._go(there, "the others do not come to the rendezvous service")
                         return True
         return False
+
+    def _standby_here(self) -> list[Endpoint]:
+        """Return the standby at which a newcomer waits, whose rank may have gone elsewhere."""
+        return [self.now] if self.now.key else []
 
     def _comes_before(self, place: Endpoint) -> bool:
         """Return whether a standby is that of a lower rank than the one here, so that two ranks never change places."""
@@ -174,8 +196,9 @@ class MeetingPlaces:
 
     def _look(self) -> None:
         with suppress(ServiceError):
-            self.told.connect(_TRY_SECONDS).close()
-            self._answers = True
+            client = self.told.connect(_TRY_SECONDS, False)
+            client.close()
+            self._answers = client.key is None
 
     def _elsewhere(self) -> Client | None:
         """Return a connection to the first of the standbys that answers, and stay there."""
@@ -184,13 +207,17 @@ class MeetingPlaces:
                 client = place.connect(_TRY_SECONDS, False)
                 with suppress(ServiceError, ValueError):  # where its rank says that the others are, if that is better
                     there = place.at(client.elsewhere) if client.elsewhere is not None else place
-                    if there not in (place, self.now, self.told):
+                    if there not in (place, self.now) and not self._is_told(there):
                         other = there.connect(_TRY_SECONDS, False)
                         client.close()
                         client, place = other, there
                 self._go(place)
                 return client
         return None
+
+    def _is_told(self, place: Endpoint) -> bool:
+        """Return whether a place is the service that this rank was told of, to which it goes back in another way."""
+        return self._serves and place == self.told
 
     def _go(self, place: Endpoint, why: str = "no answer from the rendezvous service") -> None:
         if place != self.now:
@@ -220,10 +247,13 @@ class MeetingPlaces:
         standby = self.standby
         return Endpoint(*standby.place, self.told.tls) if standby is not None and standby.place is not None else None
 
-    def _where(self) -> str | None:
-        """Return where newcomers find the others, if not at this rank's own standby."""
-        now = self.now
-        return None if now == self._own() else str(now)
+    def _greeting(self) -> dict[str, str | None]:
+        """Return what newcomers learn at this rank's own standby: where the others are, and where the service was."""
+        now, told = self.now, self.told
+        return {
+            "elsewhere": None if now == self._own() else str(now),
+            "service": str(told) if self._serves else None,
+        }
 
 
 @dataclass(frozen=True)
@@ -244,7 +274,7 @@ class Standby(threading.Thread):
         self._announced: threading.Event | None = None  # which takes the announcement back
         self.place: tuple[str, int] | None = None
         self.key = secrets.token_hex(8)  # by which members know it: another process may have its port one day
-        self.where: Callable[[], str | None] = lambda: None
+        self.greeting: Callable[[], dict[str, str | None]] = dict
         self._listener: socket.socket | None = None
         self._anew, self._ended = threading.Event(), threading.Event()
 
@@ -285,7 +315,7 @@ class Standby(threading.Thread):
                 self._tls,
                 handlers={**handlers, "moved": (Nothing, self._moved)},
                 roster=self._roster,
-                greeting=lambda: {"elsewhere": self.where(), "key": self.key},
+                greeting=lambda: {**self.greeting(), "key": self.key},
             )
             self._service.run(self._is_over)
         self._announce(False)

@@ -235,6 +235,48 @@ def test_ranks_go_to_the_standby_of_the_lowest_rank_that_is_there_and_back() -> 
             place.close()
 
 
+def test_who_was_told_of_a_standby_learns_of_the_service_and_follows_the_others() -> None:
+    with serving() as told:
+        places = [MeetingPlaces(told, Standby(None)) for _ in range(2)]
+        members = []
+        for number, place in enumerate(places):
+            assert place.standby is not None
+            port, key = place.standby.listen(LOCAL, 0), place.standby.key
+            members.append(rank(number, address=LOCAL, standby_port=port, standby_key=key))
+        for place in places:
+            place.know(members)
+            place.connect().close()
+        first, second = (Endpoint(LOCAL, member.standby_port) for member in members)
+        early = MeetingPlaces(second)
+        early.connect().close()
+        assert early.told == early.now == told
+        assert not early.away
+    try:
+        wait_for(lambda: went(places[0]), "a rank at a standby", 20)
+        assert places[0].now == first
+        places[1].now = second
+        late = MeetingPlaces(second)
+        late.connect().close()
+        assert late.now == second
+        assert not late.follow()
+        assert places[1].follow()
+        assert late.follow()  # although it has been in no group yet
+        assert late.now == first
+        later = MeetingPlaces(second)
+        later.connect().close()
+        for place in (late, later):
+            assert place.now == first
+            assert place.told == told
+            assert not place.answers_again()
+        with serving(told.port):
+            wait_for(lambda: later.answers_again(), "the service being back", 20)
+            assert later.go_back(lambda client: None)
+            assert later.now == told
+    finally:
+        for place in places:
+            place.close()
+
+
 def test_a_standby_of_another_run_that_has_the_port_of_a_lost_rank_leads_nobody_astray() -> None:
     with serving() as told, serving() as other:
         places = [MeetingPlaces(told, Standby(None)) for _ in range(2)]
