@@ -13,6 +13,7 @@ export TORCH_INDEX TORCH_VERSION TORCHVISION_VERSION ALLOW_CUDA
 unexport PYTHONDONTWRITEBYTECODE
 
 BENCH_DATA ?= cifar10
+SOAK ?= 10m
 TENSORFLOW := examples/horovod_tensorflow
 
 # Containers.
@@ -36,7 +37,7 @@ export PATH := $(PATH):$(CURDIR)/build/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow unit lint format generate docs token images kind-up kind-down e2e bench bench-long \
-	bench-smoke hetero footprint helm horovod horovod-tensorflow test-gpu test-launchers clean
+	bench-smoke hetero footprint helm horovod horovod-tensorflow test-gpu test-launchers soak clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} \
@@ -135,6 +136,9 @@ bench-smoke: setup ## See that all of it runs, in a minute
 
 hetero: setup images ## Train on five emulated unequal devices with slow links (needs Docker, and sudo for links)
 	@"$(BIN)/python" -m benchmarks.hetero compare $(HETERO)
+
+soak: setup ## Train on five devices while faults of all kinds happen to them (SOAK=2h; needs root and iptables)
+	@"$(BIN)/python" -m benchmarks.faults soak --for $(SOAK) --out runs/soak
 
 footprint: setup ## Measure start-up, memory, bubbles and what recording costs
 	@"$(BIN)/python" -m benchmarks.bubble

@@ -7,6 +7,7 @@
 - join: a rank returns once the others step without it; how long they stand still for it
 - grow: the same for one more rank than the job began with
 - goodput: a kill every 30 s, each rank restarted at once; samples per second against those before and after
+- finish: the same until so many steps are done; the seconds that this takes, and that it would take without faults
 - soak: faults of all kinds for hours, on devices with networks and disks of their own (see `benchmarks.soak`)
 - mirror: the cost of mirroring state to another rank's memory while nothing is lost, switched on and off in turn
 
@@ -32,14 +33,16 @@ from typing import Any
 from benchmarks import soak
 from benchmarks.faults_cluster import BATCH_SIZE, Cluster, HorizonML, NeverHappened, wait_for
 from benchmarks.faults_peers import Torchft, Torchrun
-from benchmarks.faults_read import gaps, repeated_steps, window
+from benchmarks.faults_read import Trace, gaps, progress, repeated_steps, window
 from benchmarks.faults_table import show, summary, text
 from benchmarks.harness import machine
+from horizonml.errors import HorizonError
 from horizonml.files import write_atomically
 
 START_SECONDS = 120.0  # for all ranks to step after their start
 WARM_UP_SECONDS = 4.0
 REPLACED_AFTER = 3.0
+_LOOK_SECONDS = 1.0  # between two looks at how far the ranks have come
 Round = dict[str, Any]  # what one round has measured; a number that never came is None
 
 
@@ -163,16 +166,8 @@ def goodput(options: argparse.Namespace, number: int) -> Round:
     with stepping(options) as cluster:
         begin = time.time()
         time.sleep(options.reference)
-        faulted, kills, restarts = time.time(), 0, 0
-        while time.time() < faulted + options.seconds:
-            time.sleep(0.1)
-            if kills * options.every < min(time.time() - faulted, options.seconds):
-                cluster.kill(kills % options.ranks)
-                kills += 1
-            for rank in cluster.ranks:
-                if not cluster.alive(rank):
-                    cluster.start(rank)
-                    restarts += 1
+        faulted = time.time()
+        kills, restarts = _churn(cluster, options, lambda: time.time() > faulted + options.seconds)
         calm = time.time()
         problem = _in_vain(
             "all step again", lambda: all(trace.again(faulted, options.ranks) for trace in cluster.traces()),
@@ -197,6 +192,52 @@ def goodput(options: argparse.Namespace, number: int) -> Round:
         "after": later.to_json(),
         "problem": problem,
     }
+
+
+def finish(options: argparse.Namespace, number: int) -> Round:
+    """Kill a rank at regular times and restart it at once, until so many steps are done."""
+    del number
+    with stepping(options) as cluster:
+        begin = time.time()
+        time.sleep(options.reference)
+        traces, faulted = cluster.traces(), time.time()
+        usual, first = window(traces, begin, faulted), _newest(traces)
+        kills, _ = _churn(
+            cluster,
+            options,
+            lambda: _newest(cluster.traces()) >= first + options.steps or time.time() > faulted + options.seconds,
+        )
+        traces = cluster.traces()
+    ended = {seen.step: seen.time for seen in progress(traces)}
+    done = min(options.steps, max(ended) - first)
+    return {
+        "steps": done,
+        "took": ended[first + done] - faulted if done == options.steps else None,
+        "without": options.steps * BATCH_SIZE / usual.worked_per_second,
+        "kills": kills,
+        "repeated": repeated_steps(traces),
+    }
+
+
+def _newest(traces: list[Trace]) -> int:
+    return max(seen.step for trace in traces for seen in trace.steps)
+
+
+def _churn(cluster: Cluster, options: argparse.Namespace, over: Callable[[], bool]) -> tuple[int, int]:
+    """Kill a rank every so many seconds and restart it at once; return how many were killed, and restarted."""
+    begin, kills, restarts = time.time(), 0, 0
+    while not over():
+        until = time.time() + _LOOK_SECONDS
+        while time.time() < until:
+            time.sleep(0.1)
+            if kills * options.every < time.time() - begin:
+                cluster.kill(kills % options.ranks)
+                kills += 1
+            for rank in cluster.ranks:
+                if not cluster.alive(rank):
+                    cluster.start(rank)
+                    restarts += 1
+    return kills, restarts
 
 
 def mirror(options: argparse.Namespace, number: int) -> Round:
@@ -244,6 +285,7 @@ FAULTS = {
     "join": join,
     "grow": grow,
     "goodput": goodput,
+    "finish": finish,
     "mirror": mirror,
 }
 
@@ -251,17 +293,23 @@ FAULTS = {
 def main() -> None:
     """Measure one fault, print it and write it."""
     if sys.argv[1:2] == ["soak"]:
-        soak.main(sys.argv[2:])
+        try:
+            soak.main(sys.argv[2:])
+        except HorizonError as error:
+            sys.exit(f"error: {error}")
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("fault", choices=FAULTS)
     parser.add_argument("--plan", choices=("ddp", "hybrid", "pipeline"), default="ddp")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, help="default: 5; 1 for goodput")
+    parser.add_argument("--rounds", type=int, help="default: 5; 1 for goodput and finish")
     parser.add_argument("--deadline", type=float, default=120.0, help="seconds after which a round has failed")
-    parser.add_argument("--seconds", type=float, default=1200.0, help="of faults (goodput)")
-    parser.add_argument("--every", type=float, default=30.0, help="seconds between kills (goodput)")
-    parser.add_argument("--reference", type=float, default=30.0, help="seconds without faults (goodput, mirror)")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="of faults, at most (goodput, finish)")
+    parser.add_argument("--steps", type=int, default=3000, help="until which a rank is killed now and then (finish)")
+    parser.add_argument("--every", type=float, default=30.0, help="seconds between kills (goodput, finish)")
+    parser.add_argument(
+        "--reference", type=float, default=30.0, help="seconds without faults (goodput, finish, mirror)"
+    )
     parser.add_argument("--calm", type=float, default=8.0, help="seconds of calm before a rank comes (join, grow)")
     parser.add_argument("--link", type=float, help="Mbit/s of the link of the rank that comes (join)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the job")
@@ -274,7 +322,7 @@ def main() -> None:
     if options.library != "horizonml" and (options.plan != "ddp" or options.fault in ("grow", "mirror")):
         parser.error(f"{options.library} has data parallelism only here, and neither grows nor mirrors")
     rounds = []
-    for number in range(options.rounds or (1 if options.fault == "goodput" else 5)):
+    for number in range(options.rounds or (1 if options.fault in ("goodput", "finish") else 5)):
         rounds.append(FAULTS[options.fault](options, number))
         told = [f"{key} {text(value)}" for key, value in rounds[-1].items() if not isinstance(value, dict)]
         print(f"round {number + 1}: " + ", ".join(told), flush=True)

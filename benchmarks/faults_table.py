@@ -70,6 +70,13 @@ def kills(result: Result) -> str:
     return f"{one['goodput']:.1%} ({one['kills']} kills, {one['steps']} steps, and {one['repeated']} repeated)"
 
 
+def finish(result: Result) -> str:
+    """Seconds to a number of steps, with those that it would take without faults."""
+    one = result["rounds"][0]
+    took = f"{one['took']:.0f} s" if one["took"] is not None else f"{one['steps']} steps at the deadline"
+    return f"{took} ({one['kills']} kills, and {one['repeated']} repeated; without faults: {one['without']:.0f} s)"
+
+
 ROWS: list[tuple[str, str, str, Callable[[Result], str]]] = [
     *((f"kill -9, {plan}: the others step again", "kill", plan, seconds("again")) for plan in ("ddp", "hybrid")),
     ("kill -9, pipeline: the others step again", "kill", "pipeline", seconds("again")),
@@ -83,6 +90,7 @@ ROWS: list[tuple[str, str, str, Callable[[Result], str]]] = [
     ("a rank returns: longest gap between the others' steps", "join", "ddp", stall),
     ("one more rank joins: longest gap between the others' steps", "grow", "ddp", stall),
     ("kill every 30 s, each restarted: goodput", "goodput", "ddp", kills),
+    ("3,000 steps, a kill every 30 s, each restarted", "finish", "ddp", finish),
     *((f"mirroring without faults, {plan}: cost", "mirror", plan, percent("cost")) for plan in ("hybrid", "pipeline")),
 ]
 

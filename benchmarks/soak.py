@@ -47,6 +47,7 @@ _HUNG_SECONDS = (
 )
 _SAMPLE_SECONDS = 30.0  # between two looks at memory and the like
 _COMPARED_EPOCHS = 500
+_MOST_GROWTH = 1.25  # of memory and the like, from the first to the last quarter
 _QUIET_SECONDS = 30.0  # without faults, at the beginning (for the usual pace) and at the end
 
 
@@ -438,8 +439,10 @@ def main(arguments: list[str]) -> None:
         f"{len(result.faults)} faults in {result.seconds:.0f} s: {result.steps:,} steps, {result.repeated} repeated, "
         f"{len(result.hangs)} hangs, goodput {result.goodput:.1%}; longest without a step: {result.gaps[0]:.1f} s"
     )
+    failed = bool(result.hangs or result.repeated)
     for name, (before, after) in result.growth.items():
         print(f"  {name}: {before:,.0f} at first, {after:,.0f} at the end")
+        failed |= after > _MOST_GROWTH * before
     if result.losses:
         apart = [abs(ours - alone) for _, ours, alone in result.losses]
         epoch, ours, alone = result.losses[-1]
@@ -449,3 +452,5 @@ def main(arguments: list[str]) -> None:
         )
     for words in result.hangs:
         print(f"  hung {words}")
+    if failed:
+        raise HorizonError("ranks hung, steps were repeated, or something has grown")
