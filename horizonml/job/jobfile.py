@@ -215,7 +215,7 @@ def _rows(section: str, **fields: str) -> dict[str, Row]:
 TAKEN: dict[str, Row] = {
     **_rows(
         "",
-        value="name seed epochs steps batch_size label_smoothing device precision memory_format compile",
+        value="name seed epochs steps batch_size label_smoothing device precision memory_format",
         own="folder",
     ),
     **_rows("task.", code="name", options="options"),

@@ -138,10 +138,6 @@ class Job(Spec):
         description="How images lie in memory between layers; with auto, each device measures which way is faster. "
         "Results are the same except for rounding.",
     )
-    compile: Literal["auto", "never"] = Field(
-        "never",
-        description="Has no effect any more: compiling layers never repaid its time.",
-    )
     evaluate: EvaluateSpec = Field(default_factory=EvaluateSpec)
     early_stop: EarlyStopSpec = Field(default_factory=EarlyStopSpec)
     parallel: Parallel = Field(default_factory=Parallel)

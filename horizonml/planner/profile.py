@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
@@ -39,26 +38,6 @@ _Times = Annotated[
 def _also(name: str, other: str) -> Any:
     """Return that a field has another name in files for people."""
     return Field(validation_alias=AliasChoices(name, other), serialization_alias=other)
-
-
-def _of_most_layers(value: Any) -> Any:
-    """Return the execution in which most layers ran, as profiles of earlier versions have one for each layer.
-
-    They list the number of consecutive layers, their memory format, their precision, and once whether to compile them.
-    """
-    if not isinstance(value, list | tuple):
-        return value
-    layers = Counter[tuple[bool, str]]()
-    for number, channels_last, precision, *_ in _RUNS.validate_python(value):
-        layers[channels_last, precision] += number
-    ((channels_last, precision), _) = (layers or Counter({(False, "fp32"): 0})).most_common(1)[0]
-    return {"channels_last": channels_last, "precision": precision}
-
-
-_RUNS: TypeAdapter[list[Any]] = TypeAdapter(list[tuple[_Bytes, bool, str] | tuple[_Bytes, bool, str, bool]])
-_Execution = Annotated[
-    Execution, BeforeValidator(_of_most_layers), Field(validation_alias=AliasChoices("execution", "executions"))
-]
 
 
 @dataclass(frozen=True)
@@ -114,7 +93,7 @@ class Profile:
     """The seconds of a core for each byte to or from another machine beyond those: its tunnel encrypts and carries."""
     least_rows: _Bytes = 1
     """The fewest samples to train on: 2 if a layer cannot train on one, as BatchNorm with one value per channel."""
-    execution: _Execution = PLAIN
+    execution: Execution = PLAIN
     """How the layers ran when they were measured."""
     gain: _Seconds = 1.0
     """How many times as fast as plain that is, all layers together, as far as that was measured."""

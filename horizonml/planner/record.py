@@ -59,7 +59,6 @@ class _Measured:
     synced_bytes: dict[Name, list[Whole]] = field(default_factory=dict)
     watts: list[_Watts | None] = field(default_factory=list)
     steps: Whole = 0
-    powersgd_bytes: list[Whole] = field(default_factory=list)  # in files of older versions
 
     @classmethod
     def of(cls, problem: Problem) -> _Measured:
@@ -78,7 +77,6 @@ class _Measured:
         return cls(profiles, places, problem.network, copies, last, loading, synced, watts, steps)
 
     def problem(self, job: Job, hosts: tuple[Host, ...]) -> Problem:
-        synced = self.synced_bytes or {"powersgd": self.powersgd_bytes}
         return Problem(
             [self.profiles[place] for place in self.profile_of],
             hosts,
@@ -86,7 +84,7 @@ class _Measured:
             job.batch_size,
             self.optimizer_copies,
             self.last_batch,
-            {Sync.named(name).name: sizes for name, sizes in synced.items() if sizes},
+            {Sync.named(name).name: sizes for name, sizes in self.synced_bytes.items() if sizes},
             constraints_of(job.parallel),
             self.loading,
             self.watts,
@@ -225,7 +223,7 @@ def write_planning(folder: Path, planning: Planning) -> None:
 
 
 def read_planning(folder: Path) -> Planning | None:
-    """Return what a run is planned for, or None if its folder does not say it, as that of an older version.
+    """Return what a run is planned for, or None if its folder does not say it.
 
     Raises HorizonError if the file is damaged.
     """

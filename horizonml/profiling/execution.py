@@ -188,8 +188,6 @@ def execution_here(job: Job, model: Model, ranks: int, steps: int, say: Say, *, 
 
     `steps` is the length of the run of `ranks`. With `may_try` off, what is not remembered stays plain.
     """
-    if job.compile != "never" and may_try:
-        say("compile: auto has no effect any more, because compiling never repaid its time; leave the field out")
     if isinstance(model.chain, Uncut):
         return PLAIN
     modes = modes_for(job.memory_format, job.precision, model)

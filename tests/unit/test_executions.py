@@ -20,7 +20,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import PLAIN, Execution
 from horizonml.planner.devices import read_profile, write_profile
-from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.profile import Profile
 from horizonml.profiling.execution import (
     _key,
     _rows,
@@ -56,18 +56,6 @@ def digits(size: int = 8) -> Model:
 
 def job(**fields: Any) -> Job:
     return Job.model_validate({"batch_size": 64, **fields})
-
-
-def test_profiles_of_earlier_versions_count_as_measured_in_the_mode_of_most_layers() -> None:
-    made = Profile("device", (4,), 0.0, (LayerProfile("one", (1.0,), (1.0,), 4, 4, 4),), execution=BOTH).to_json()
-    assert Profile.from_json(made).execution == BOTH
-    del made["execution"]
-    mixed: list[Any] = [[2, True, "fp32"], [1, True, "bf16"], [3, False, "bf16"], [3, True, "bf16", True]]
-    for old, found in ((mixed, BOTH), ([], PLAIN)):
-        assert Profile.from_json({**made, "executions": old}).execution == found
-    for damaged in ([["text"]], [[1, True, "fp8"]], [[-1, True, "fp32"]], "text"):
-        with pytest.raises(ValueError, match=r"execution|validation"):
-            Profile.from_json({**made, "executions": damaged})
 
 
 def test_tensors_and_their_gradients_are_converted_and_back() -> None:
@@ -201,8 +189,6 @@ def test_a_gpu_runs_all_layers_in_bf16_only_if_it_has_that(
     found = execution_here(job(precision="bf16"), model, 1, 10**9, tried.append)
     assert found == expected
     assert tried == []
-    execution_here(job(compile="auto"), model, 1, 10, tried.append)
-    assert "compile: auto has no effect any more" in tried[0]
     assert (unused_bf16(job(precision="bf16"), [found]) is None) == (expected == NARROW)
 
 
