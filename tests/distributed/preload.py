@@ -1,7 +1,7 @@
 """Loads what many commands of these tests use, in the process that they are forked from.
 
 It also lets a rank die at the moment that `test_any_losses` has drawn for it: in a step, by SIGKILL, when it has waited
-for so many messages of that step.
+for so many messages of that step. And it lets a rank's clock be wrong.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from horizonml.machine.torchvision import import_torchvision
 
 FATE = "HORIZONML_TEST_FATE"  # STEP:MESSAGES
 PACE = "HORIZONML_TEST_PACE"  # seconds by which each step is longer
+CLOCK = "HORIZONML_TEST_CLOCK"  # seconds by which the rank's clock is ahead
 
 import_torchvision()
-_step, _wait = Session.step, Group.wait
+_step, _wait, _time = Session.step, Group.wait, time.time
 _left: list[int] = []  # the messages that a doomed rank waits for until it dies
 
 
@@ -42,5 +43,10 @@ def _fated_wait(self: Group, *arguments: Any) -> None:
     _wait(self, *arguments)
 
 
+def _wrong_time() -> float:
+    return _time() + float(os.environ.get(CLOCK, "0"))
+
+
+time.time = _wrong_time
 Session.step = _fated_step  # type: ignore[method-assign]
 Group.wait = _fated_wait  # type: ignore[method-assign]

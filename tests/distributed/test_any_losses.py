@@ -1,9 +1,10 @@
 """After any sequence of losses that leaves a majority, the result is that of a run without faults.
 
 Real ranks train a small job. Each of those that are to die kills itself in a step that was drawn, at a message that was
-drawn; some are started again at once, others never. The state at the end, with the optimizer's and the averages, is
-compared with that of one process that was not disturbed. Hypothesis would draw mostly variations of a few sequences,
-and shrinking takes minutes where an example takes seconds, so each number stands for a sequence of its own.
+drawn; some are started again at once, others never. The clocks of some ranks are wrong by an hour. The state at the
+end, with the optimizer's and the averages, is compared with that of one process that was not disturbed. Hypothesis
+would draw mostly variations of a few sequences, and shrinking takes minutes where an example takes seconds, so each
+number stands for a sequence of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from horizonml.data.stream import write_index
 from horizonml.telemetry.log import read_lines
-from tests.distributed.preload import FATE, PACE
+from tests.distributed.preload import CLOCK, FATE, PACE
 from tests.distributed.processes import begin, environment, horizonml
 from tests.distributed.truth import distance
 from tests.programs import need_package
@@ -143,6 +144,7 @@ def train(folder: Path, world: int, deaths: list[Death]) -> None:
 
         def start(rank: int, **fate: str) -> subprocess.Popen[str]:
             own = {"RANK": str(rank), "WORLD_SIZE": str(world), "HORIZONML_RENDEZVOUS": str(service), PACE: "0.01"}
+            own[CLOCK] = str(3600 * (rank % 3 - 1))
             process = begin(folder, "train", "job.yaml", env=environment(**own, **fate), stderr=subprocess.STDOUT)
             said.setdefault(rank, []).append(process)
             undo.callback(process.kill)
