@@ -50,7 +50,8 @@ class JsonLines:
         self._flushed = time.monotonic()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
+            self._file = path.open("ab+", buffering=0)
+            _drop_unfinished_line(self._file)
         except OSError as error:
             self._warn(error)
 
@@ -110,6 +111,21 @@ class JsonLines:
         if not self._broken:
             _log.warning("records cannot be written to %s: %s", self._path, error.strerror or error)
         self._broken = True
+
+
+def _drop_unfinished_line(file: IO[bytes]) -> None:
+    """Cut off a last line that an earlier process has not finished, as on a full disk, so that none continues it."""
+    end = size = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - _CHUNK)
+        file.seek(begin)
+        found = file.read(end - begin).rfind(b"\n")
+        if found >= 0:
+            end = begin + found + 1
+            break
+        end = begin
+    if end < size:
+        file.truncate(end)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, object]]:

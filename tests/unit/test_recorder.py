@@ -6,7 +6,7 @@ import pytest
 
 from horizonml.report.records import load_run
 from horizonml.telemetry.lifeline import Lifeline, Trace
-from horizonml.telemetry.log import read_lines
+from horizonml.telemetry.log import JsonLines, read_lines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import StateSource
 from horizonml.telemetry.recorder import Recorder, Silent
@@ -41,3 +41,18 @@ def test_the_lifeline_follows_the_steps_that_are_recorded(tmp_path: Path) -> Non
     recorder.close("complete")
     lifeline.end()
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "cut", [b"", b'{"kind": "ranks", "step": 12207', b"x" * (3 << 20)], ids=["whole", "short", "long"]
+)
+@pytest.mark.parametrize("before", [b"", b'{"kind": "step"}\n'], ids=["empty", "a record"])
+def test_what_a_process_has_not_finished_writing_is_not_continued_by_the_next_one(
+    tmp_path: Path, before: bytes, cut: bytes
+) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    path.write_bytes(before + cut)
+    lines = JsonLines(path)
+    lines.write({"kind": "run"})
+    lines.close()
+    assert [one["kind"] for one in read_lines(path)] == ["step"] * bool(before) + ["run"]
