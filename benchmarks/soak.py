@@ -48,6 +48,7 @@ _HUNG_SECONDS = (
 _SAMPLE_SECONDS = 30.0  # between two looks at memory and the like
 _COMPARED_EPOCHS = 500
 _MOST_GROWTH = 1.25  # of memory and the like, from the first to the last quarter
+_NOTICED_SECONDS = 5.0  # after a fault, within which the others notice it
 _QUIET_SECONDS = 30.0  # without faults, at the beginning (for the usual pace) and at the end
 
 
@@ -319,6 +320,7 @@ def soak(seconds: float, every: float, seed: int, folder: Path, say: Callable[[s
 
 def _await_whole(house: Soak, when: str, hangs: list[str] | None = None) -> float:
     begin = time.monotonic()
+    house.pass_time(_NOTICED_SECONDS)
     while not house.is_whole():
         house.pass_time(0.5)
         if time.monotonic() - begin > _HUNG_SECONDS:
