@@ -224,8 +224,8 @@ def _added(planning: Planning, text: str) -> Added:
         name, value = name.strip(), value.strip()
         if not sign or not value or name not in _FIELDS:
             raise JobError(
-                f"add: {_shown(item)} is none of {', '.join(_FIELDS)}{nearest(name, _FIELDS)}; write for example "
-                "like:0 or speed=0.5,memory=1GiB,rate=100Mbit"
+                f"add: {_shown(item)} is none of {', '.join(_FIELDS)}; write for example like:0 or "
+                f"speed=0.5,memory=1GiB,rate=100Mbit{nearest(name, _FIELDS)}"
             )
         if name in values:
             raise JobError(f"add: {name} is given twice in {_shown(text)}")

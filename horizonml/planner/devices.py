@@ -302,5 +302,5 @@ def load_cluster(path: Path) -> Cluster:
         for name in link.between:
             if name not in known:
                 there = ", ".join(sorted(known))
-                raise JobError(f"{path}: links: {name!r} is not a device{nearest(name, known)}; there are {there}")
+                raise JobError(f"{path}: links: {name!r} is not a device; there are {there}{nearest(name, known)}")
     return cluster

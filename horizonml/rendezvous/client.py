@@ -46,7 +46,8 @@ class Endpoint:
     host: str
     port: int
     tls: ssl.SSLContext | None = None  # None if there is no token
-    key: str = field(default="", compare=False)  # of the standby that is meant, if it is one
+    # Of the standby that is meant; empty where a service is meant, and no standby; None where that is not known.
+    key: str | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         """Return it as host:port."""
@@ -62,7 +63,7 @@ class Endpoint:
         What a rank keeps in reserve may say that the ranks meet elsewhere: with `follow`, the connection leads there.
         """
         client = Client((self.host, self.port), self.tls, seconds)
-        if self.key and client.key not in (None, self.key):  # another run leads to the ranks of its own
+        if self.key is not None and client.key not in (None, self.key):  # another run leads to the ranks of its own
             client.close()
             raise ServiceError("another process has that port now")
         if follow and client.elsewhere is not None:
@@ -109,6 +110,7 @@ class Client:
             self.elsewhere = _said(greeting, "elsewhere")  # where the ranks meet, if not here
             self.key = _said(greeting, "key")  # by which a standby is recognised; None for a service
             self.service = _said(greeting, "service")  # in whose place a standby is
+            self.runs = greeting.get("runs") is True  # whether a group runs at that standby
             theirs = greeting.get("time")
             # By how many seconds the service's clock is ahead of this one's, except for the way here; None if unknown.
             self.clock_ahead = theirs - time.time() if isinstance(theirs, float) and 0 <= theirs < _MOST_TIME else None

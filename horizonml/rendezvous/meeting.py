@@ -258,7 +258,7 @@ class _Meeting:
                 reminder.say(waiting_for)
                 asked = self.cancelled()
                 moves = self.places.return_if_it_answers(status.moves)
-                if not moves and time.monotonic() >= follow_at:
+                if not (moves or status.running) and time.monotonic() >= follow_at:
                     follow_at = time.monotonic() + _FOLLOW_SECONDS
                     moves = self.places.follow()
                 if asked or moves or time.monotonic() >= self.deadline:

@@ -294,7 +294,7 @@ class Membership:
                 lost = [
                     f"{_place(one)} gives no sign of life"
                     for one in others
-                    if before.get(one.rank) == peers.beats.get(one.rank) and one.rank not in peers.gone
+                    if before.get(one.rank, -1) == peers.beats.get(one.rank) and one.rank not in peers.gone
                 ]
         except ServiceError as problem:
             return PeerLost(f"{error}; the rendezvous service does not answer either ({first_line(problem)})")

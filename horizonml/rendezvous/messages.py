@@ -100,7 +100,7 @@ class Fingerprint:
 
 
 _DIFFERENCES = {
-    "job": ("job {}", "start all ranks with the same job file"),
+    "job": ("job {}", "start all ranks with the same job file, or let each job meet at a service of its own"),
     "world_size": ("world size {}", "start all ranks with the same WORLD_SIZE"),
     "digest": ("job digest {}", "start all ranks with the same job file and the same --set options"),
     "torch": ("PyTorch {}", "install the same version everywhere"),

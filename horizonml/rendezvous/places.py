@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from horizonml.errors import RendezvousError
 from horizonml.machine.network import Address, AddressProbe, is_loopback, listen
-from horizonml.rendezvous.client import Client, Endpoint, ServiceError, Unwanted
+from horizonml.rendezvous.client import Client, Endpoint, ServiceError, ServiceRefuses, Unwanted
 from horizonml.rendezvous.messages import Fingerprint, Nothing
 from horizonml.rendezvous.roster import Roster
 from horizonml.rendezvous.server import Answer, Peer
@@ -51,6 +51,7 @@ class MeetingPlaces:
         self.reached: set[Address] = set()  # the standbys that have answered once
         self.returned = False  # whether this rank was elsewhere meanwhile
         self.told = self.now = endpoint  # where it was told to meet the others, and where it does
+        self._refusal = ""  # why that one was of no use when it answered last
         self._serves = True  # whether that is a service, and not a member's standby
         self._standbys: list[Endpoint] = []
         self._lost_since: float | None = None
@@ -73,7 +74,9 @@ class MeetingPlaces:
         tls = self.told.tls
         with self._lock:
             self._standbys = [
-                Endpoint(one.address, one.standby_port, tls, one.standby_key) for one in members if one.standby_port
+                Endpoint(one.address, one.standby_port, tls, one.standby_key or None)
+                for one in members
+                if one.standby_port
             ]
         threading.Thread(target=self._reach_all, args=(self._standbys,), name="standbys", daemon=True).start()
 
@@ -104,8 +107,7 @@ class MeetingPlaces:
         """Take note of where the connection leads from where this rank was told to go, if that is a standby."""
         here = replace(self.now.at(client.address), key=client.key or "")
         if client.key is None:
-            if here != self.now:
-                self.told = self.now = here
+            self.told = self.now = here
             return
         service = None
         with suppress(ServiceError, ValueError):
@@ -140,9 +142,13 @@ class MeetingPlaces:
                 report(client)
             finally:
                 client.close()
-        except ServiceError as error:
+        except (ServiceRefuses, Unwanted) as error:
             self._look_at = time.monotonic() + _REFUSED_SECONDS
-            _log.warning("the rendezvous service at %s is no use yet: %s", self.told, error)
+            if self._refusal != (refusal := str(error)):
+                _log.warning("the rendezvous service at %s is no use yet: %s", self.told, error)
+            self._refusal = refusal
+            return False
+        except ServiceError:
             return False
         self._back()
         return True
@@ -158,22 +164,26 @@ class MeetingPlaces:
     def follow(self) -> bool:
         """Go where a member of the last group meets the others, if that is elsewhere; return whether it is.
 
-        A rank asks this that waits, because it was cut off, at a service to which the others do not come any more.
+        A rank asks this that waits where no group runs, because it was cut off, and to which the others do not come.
         """
         with self._lock:
             for place in self._reached([one for one in self._standbys if one != self._own()] or self._standby_here()):
                 with suppress(ServiceError, ValueError):
                     client = place.connect(_TRY_SECONDS, False)
                     client.close()
-                    there = place if client.elsewhere is None else place.at(client.elsewhere)
-                    if there != self.now and not self._is_told(there) and self._comes_before(there):
-                        self._go(there, "the others do not come to the rendezvous service")
+                    if client.elsewhere is not None and (there := place.at(client.elsewhere)) != self.now:
+                        place, client = there, there.connect(_TRY_SECONDS, False)
+                        client.close()
+                    if place == self.now or self._is_told(place):
+                        continue
+                    if client.runs or self._comes_before(place):
+                        self._go(place, "the others do not come to")
                         return True
         return False
 
     def _standby_here(self) -> list[Endpoint]:
         """Return the standby at which a newcomer waits, whose rank may have gone elsewhere."""
-        return [self.now] if self.now.key else []
+        return [self.now] if self.away else []
 
     def _comes_before(self, place: Endpoint) -> bool:
         """Return whether a standby is that of a lower rank than the one here, so that two ranks never change places."""
@@ -219,9 +229,11 @@ class MeetingPlaces:
         """Return whether a place is the service that this rank was told of, to which it goes back in another way."""
         return self._serves and place == self.told
 
-    def _go(self, place: Endpoint, why: str = "no answer from the rendezvous service") -> None:
-        if place != self.now:
-            _log.warning("%s at %s; the ranks meet at %s until it is back", why, self.now, place)
+    def _go(self, place: Endpoint, why: str = "no answer from") -> None:
+        if place != self.now and self.away:
+            _log.warning("%s the rank at %s; the ranks meet at %s now", why, self.now, place)
+        elif place != self.now:
+            _log.warning("%s the rendezvous service at %s; the ranks meet at %s until it is back", why, self.now, place)
         self.now = place
         self._look_at = max(self._look_at, time.monotonic() + _AGAIN_SECONDS)
 
@@ -315,10 +327,13 @@ class Standby(threading.Thread):
                 self._tls,
                 handlers={**handlers, "moved": (Nothing, self._moved)},
                 roster=self._roster,
-                greeting=lambda: {**self.greeting(), "key": self.key},
+                greeting=self._greeting,
             )
             self._service.run(self._is_over)
         self._announce(False)
+
+    def _greeting(self) -> dict[str, object]:
+        return {**self.greeting(), "key": self.key, "runs": bool(self._roster.running())}
 
     def _moved(self, peer: Peer, request: Nothing) -> Answer:
         """Let all go back to the service, because a member of the group has."""

@@ -346,12 +346,12 @@ class Roster:
         """Raise ValueError unless a rank that reports from a group may be in the one that runs, or in a first one."""
         running = [member.fingerprint for member in formed(self._members).values()]
         newer = one.generation > self.generation
-        if self._newest.here and self._of_groups():  # and all its members are known
+        if running and running[0].group_key != one.group_key:
+            problem = f"but the group that runs here is of another run ({difference(running[0], one)})"
+        elif self._newest.here and self._of_groups():  # and all its members are known
             problem = "which this service did not form"
         elif one.rank not in beside or len(beside) != one.group_size or one.generation > self.generation + _FURTHEST:
             problem = "whose ranks it misstates"
-        elif running and running[0].group_key != one.group_key:
-            problem = f"but the group that runs here is of another run ({difference(running[0], one)})"
         elif not newer and (beside != self._newest.ranks or one.rank in [other.rank for other in running]):
             problem = "of which others say something else"
         else:

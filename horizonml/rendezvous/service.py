@@ -363,6 +363,8 @@ class Service:
         verdicts = roster.decide(now)
         self._farewells |= roster.farewells()
         for generation, ended in roster.endings().items():
+            if generation in self._endings and not ended.lost:
+                continue  # how it ended is known better
             known = "; ".join(map(str, ended.lost)) if generation == self._over else ended.reason
             _log.warning("generation %d is over: %s", generation, known)
             self._over = generation

@@ -421,8 +421,8 @@ def _is_highest(section: str, metric: str, best_is: str, names: list[str], field
     """Return whether the highest value of a metric is the best. Raises JobError."""
     if metric not in names:
         raise JobError(
-            f"{section}.{field}: there is no metric {metric!r}{nearest(metric, names)}; this task records "
-            f"{', '.join(names)}"
+            f"{section}.{field}: there is no metric {metric!r}; this task records {', '.join(names)}"
+            f"{nearest(metric, names)}"
         )
     own = metric.removeprefix(_PREFIX)
     if best_is == "auto" and own not in _HIGHEST | _LOWEST:

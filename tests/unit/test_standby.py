@@ -277,6 +277,45 @@ def test_who_was_told_of_a_standby_learns_of_the_service_and_follows_the_others(
             place.close()
 
 
+def test_a_rank_that_wakes_up_at_its_own_standby_goes_where_a_group_runs() -> None:
+    with serving() as told:
+        places = [MeetingPlaces(told, Standby(None)) for _ in range(2)]
+        members = []
+        for number, place in enumerate(places):
+            assert place.standby is not None
+            port, key = place.standby.listen(LOCAL, 0), place.standby.key
+            members.append(rank(number, address=LOCAL, standby_port=port, standby_key=key))
+        for place in places:
+            place.know(members)
+            place.connect().close()
+    try:
+        first, second = (Endpoint(LOCAL, member.standby_port) for member in members)
+        places[0].now, places[1].now = first, second
+        assert not places[0].follow()  # the others come here
+        assert places[1].standby is not None
+        places[1].standby._roster.resume(7, rank(1, 3, generation=2, group_size=2), (1, 2), time.monotonic())
+        assert places[0].follow()
+        assert places[0].now == second
+    finally:
+        for place in places:
+            place.close()
+
+
+def test_who_was_let_in_by_a_service_takes_no_standby_for_it() -> None:
+    with serving() as told, serving() as other:
+        place = MeetingPlaces(told)
+        place.connect().close()
+        stranger = MeetingPlaces(other, Standby(None))
+    try:
+        assert stranger.standby is not None
+        assert stranger.standby.listen(LOCAL, told.port) == told.port
+        with pytest.raises(ServiceError, match="another process has that port now"):
+            place.connect()
+        assert place.now == told
+    finally:
+        stranger.close()
+
+
 def test_a_standby_of_another_run_that_has_the_port_of_a_lost_rank_leads_nobody_astray() -> None:
     with serving() as told, serving() as other:
         places = [MeetingPlaces(told, Standby(None)) for _ in range(2)]
