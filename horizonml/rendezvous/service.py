@@ -316,7 +316,11 @@ class Service:
         group = self._groups.get(self._generation.get(number, 0), {})
         gone = {rank: self._farewells[join] for rank, join in group.items() if join in self._farewells}
         return at_once(
-            Peers(self._ended(number), gone, {rank: self._beats.get(join, 0) for rank, join in group.items()})
+            Peers(
+                self._ended(number),
+                gone,
+                {rank: self._beats[join] for rank, join in group.items() if join in self._beats},
+            )
         )
 
     def _set(self, peer: Peer, request: SetKey) -> Answer:
