@@ -107,7 +107,8 @@ class MeetingPlaces:
         """Take note of where the connection leads from where this rank was told to go, if that is a standby."""
         here = replace(self.now.at(client.address), key=client.key or "")
         if client.key is None:
-            self.told = self.now = here
+            if self.now.key is None or here != self.now:  # a connection ends when this is another object
+                self.told = self.now = here
             return
         service = None
         with suppress(ServiceError, ValueError):

@@ -110,7 +110,7 @@ def test_nobody_who_misstates_where_it_was_disturbs_the_group_that_runs() -> Non
         replace(rank(7, 8, pid=999, job="other"), generation=1, group_size=8),  # of another run
     ]
     for number, claim in enumerate(claims, start=50):
-        with pytest.raises(ValueError, match="which this service did not form|is of another run .*job other"):
+        with pytest.raises(ValueError, match=r"which this service did not form|is of another run .*job other"):
             roster.resume(number, claim, range(claim.group_size), 1.0)
         with pytest.raises(ValueError, match="did not meet at this service, so it is of another run"):
             roster.join(number, claim, 1.0)

@@ -202,6 +202,10 @@ def test_ranks_go_to_the_standby_of_the_lowest_rank_that_is_there_and_back() -> 
             place.know(members)
             place.connect().close()
         assert not any(place.away for place in places)
+        settled = [place.now for place in places]
+        for place, now in zip(places, settled, strict=True):
+            place.connect().close()
+            assert place.now is now
         # Who comes to a standby by its address is led to where the ranks meet.
         client = Endpoint(LOCAL, ports[1]).connect()
         assert client.address == str(told)
