@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -315,7 +315,9 @@ def soak(seconds: float, every: float, seed: int, folder: Path, say: Callable[[s
         end = time.time()
         house.pass_time(_QUIET_SECONDS)
         _await_whole(house, "at the end", hangs)
-        return _judge(house, faults, hangs, samples, (begin, end), usual)
+        found = _judge(house, faults, hangs, samples, (begin, end), usual)
+    losses = dict(sorted(pair for trace in house.traces.values() for pair in trace.losses.items()))
+    return replace(found, losses=_compared(losses))
 
 
 def _await_whole(house: Soak, when: str, hangs: list[str] | None = None) -> float:
@@ -372,7 +374,7 @@ def _judge(
         gaps[:20],
         growth,
         samples,
-        _compared(dict(sorted(pair for trace in house.traces.values() for pair in trace.losses.items()))),
+        [],
         machine(),
     )
 
