@@ -386,10 +386,12 @@ def _compared(losses: dict[int, float]) -> list[tuple[int, float, float]]:
         words = ["train", "digits", "--workers", str(DEVICES), *ENDLESS]  # the same schedule of the learning rate
         process = subprocess.Popen(python_module("horizonml", *words), cwd=folder, stdout=subprocess.DEVNULL)
         alone = Trace(Path(folder))
-        while epochs not in alone.losses and process.poll() is None:
-            time.sleep(0.5)
-            alone.read()
-        process.terminate()
+        try:
+            while epochs not in alone.losses and process.poll() is None:
+                time.sleep(0.5)
+                alone.read()
+        finally:
+            process.terminate()
         if process.wait():
             raise HorizonError(f"a run without faults has ended with code {process.returncode}")
     every = max(1, epochs // 200)
