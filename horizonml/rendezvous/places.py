@@ -172,13 +172,14 @@ class MeetingPlaces:
                 with suppress(ServiceError, ValueError):
                     client = place.connect(_TRY_SECONDS, False)
                     client.close()
-                    if client.elsewhere is not None and (there := place.at(client.elsewhere)) != self.now:
-                        place, client = there, there.connect(_TRY_SECONDS, False)
-                        client.close()
-                    if place == self.now or self._is_told(place):
+                    there = place if client.elsewhere is None else place.at(client.elsewhere)
+                    if there == self.now or self._is_told(there):
                         continue
-                    if client.runs or self._comes_before(place):
-                        self._go(place, "the others do not come to")
+                    if there != place:
+                        client = there.connect(_TRY_SECONDS, False)
+                        client.close()
+                    if client.runs or self._comes_before(there):
+                        self._go(there, "the others do not come to")
                         return True
         return False
 

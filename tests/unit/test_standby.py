@@ -205,6 +205,7 @@ def test_ranks_go_to_the_standby_of_the_lowest_rank_that_is_there_and_back() -> 
         settled = [place.now for place in places]
         for place, now in zip(places, settled, strict=True):
             place.connect().close()
+            assert not place.follow()  # all others are here, too
             assert place.now is now
         # Who comes to a standby by its address is led to where the ranks meet.
         client = Endpoint(LOCAL, ports[1]).connect()
