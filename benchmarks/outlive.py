@@ -57,8 +57,13 @@ class House:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.command_of_up = ["up", "digits", "--workers", str(train), *ENDLESS]
         self.start(0, self.command_of_up)
-        for device in range(1, train):
-            self.join(device, self.networks.address_of(0))
+        try:
+            self.wait_for(lambda: "take part" in (self.home(0) / "log").read_text(), "a service to join")
+            for device in range(1, train):
+                self.join(device, self.networks.address_of(0))
+        except BaseException:
+            self.__exit__()
+            raise
 
     def join(self, device: int, peer: str | None = None) -> None:
         """Let a device join the run at another one, or look for it on its network."""

@@ -82,7 +82,8 @@ class Visit:
         """Open the page, and wait until it shows the run."""
         self.page.goto(f"http://127.0.0.1:{server.port}/")
         self.page.wait_for_selector("#loss svg.chart, #loss .note")
-        self.page.wait_for_function("!['', 'reading'].includes(document.querySelector('#state').innerText)")
+        # The page's own policy does not let Playwright evaluate a function again and again.
+        wait_for(lambda: self.page.inner_text("#state") not in ("", "reading"), "a run on the page")
         return self.page
 
     def close(self) -> None:
