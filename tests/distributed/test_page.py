@@ -31,7 +31,7 @@ batch_size: 64
 model: {{name: digits_cnn}}
 data: {{name: digits}}
 optimizer: {{name: sgd, lr: 0.02}}
-parallel: {{strategy: auto, workers: 3}}
+parallel: {{strategy: pipeline, workers: 3, micro_batches: 4}}
 telemetry: {{timeline_every: 5}}
 """
 PHONE, DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 900}
