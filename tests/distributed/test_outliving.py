@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.outlive import House, one_round
@@ -151,6 +152,24 @@ def test_ranks_and_their_service_are_updated_to_another_release_one_by_one_while
         service.terminate()
         said = service.communicate(timeout=30)[0]
         assert "a rank has HorizonML 0.1.0, and this service has 0.2.0: only one of them knows humour" in said
+
+
+def test_the_rank_of_up_is_killed_and_the_other_devices_go_on(tmp_path: Path) -> None:
+    need_networks()
+    with House(3, tmp_path) as house:
+        house.wait_for(lambda: all(len(house.steps(device)) > 20 for device in range(3)), "steps of all devices")
+        up = house.processes.pop(0)
+        children = psutil.Process(up.pid).children(recursive=True)
+        max(children, key=lambda process: process.memory_info().rss).kill()  # its rank, as for want of memory
+        house.wait_for(lambda: all(house.size(device) == 2 for device in (1, 2)), "a group of two")
+        assert up.wait(60) > 0
+        assert "the other devices go on without this one" in (house.home(0) / "log").read_text()
+        before = len(house.steps(1))
+        house.wait_for(lambda: len(house.steps(1)) > before + 20, "steps of two")
+        done = [int(one["step"]) for one in house.steps(1)]
+        assert len(done) == len(set(done))
+        house.start(0, ["join", "--accept-data"], again=True)
+        house.wait_for(lambda: all(house.size(device) == 3 for device in (1, 2)), "a group of three")
 
 
 def test_the_machine_of_up_is_unplugged_and_then_switched_off_and_devices_still_come(tmp_path: Path) -> None:

@@ -258,6 +258,10 @@ class Up:
             if self._child is not None and (code := self._child.poll()) is not None:
                 if code != 0:
                     error = self._child.error()
+                    train = any(device.rank is not None for device in self._devices.present())
+                    if code < 0 and train and not self._stop.wanted:
+                        again = "the other devices go on without this one, and `horizonml join` takes it in again"
+                        raise _failed(f"{error}; {again}", code)
                     self._end(RunOutcome.FAILED, error.splitlines()[0] if error else "")
                     raise _failed(error, code)
                 self._end(RunOutcome.COMPLETE, f"the result is on {self._own.name}")
