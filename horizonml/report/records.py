@@ -196,8 +196,8 @@ def _follow(account: Goodput, group: TrainedGroup) -> None:
 
 def _change(old: TrainedGroup, new: TrainedGroup, stopped: float) -> Change:
     # A rank that was only taken for lost records its own return, which says nothing about those that went on.
-    stayed = [part for rank, part in new.parts.items() if rank in old.parts]
-    told = [line for part in stayed for line in part.recoveries if part.about.started_as not in line.lost]
+    stayed = {rank: part for rank, part in new.parts.items() if rank in old.parts}
+    told = [line for rank, part in stayed.items() for line in part.recoveries if rank not in line.lost]
     lost = sorted({rank for line in told for rank in line.lost})
     first, names = new.steps[0].step, old.ranks | new.ranks
     silent = [line.silent_seconds for line in told if line.silent_seconds is not None]

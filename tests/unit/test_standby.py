@@ -193,6 +193,18 @@ def serving(port: int = 0) -> Iterator[Endpoint]:
         thread.join(5.0)
 
 
+def members_at(told: Endpoint) -> tuple[list[MeetingPlaces], list[Fingerprint]]:
+    """The places of two members of a group that meet at a service, and what they say of themselves."""
+    places, members = [MeetingPlaces(told, Standby(None)) for _ in range(2)], []
+    for number, place in enumerate(places):
+        assert place.standby is not None
+        port, key = place.standby.listen(LOCAL, 0), place.standby.key
+        members.append(rank(number, address=LOCAL, standby_port=port, standby_key=key))
+    for place in places:
+        place.know(members)
+    return places, members
+
+
 def test_ranks_go_to_the_standby_of_the_lowest_rank_that_is_there_and_back() -> None:
     with serving() as told:
         places = [MeetingPlaces(told, Standby(None)) for _ in range(3)]
@@ -242,14 +254,8 @@ def test_ranks_go_to_the_standby_of_the_lowest_rank_that_is_there_and_back() -> 
 
 def test_who_was_told_of_a_standby_learns_of_the_service_and_follows_the_others() -> None:
     with serving() as told:
-        places = [MeetingPlaces(told, Standby(None)) for _ in range(2)]
-        members = []
-        for number, place in enumerate(places):
-            assert place.standby is not None
-            port, key = place.standby.listen(LOCAL, 0), place.standby.key
-            members.append(rank(number, address=LOCAL, standby_port=port, standby_key=key))
+        places, members = members_at(told)
         for place in places:
-            place.know(members)
             place.connect().close()
         first, second = (Endpoint(LOCAL, member.standby_port) for member in members)
         early = MeetingPlaces(second)
@@ -284,14 +290,8 @@ def test_who_was_told_of_a_standby_learns_of_the_service_and_follows_the_others(
 
 def test_a_rank_that_wakes_up_at_its_own_standby_goes_where_a_group_runs() -> None:
     with serving() as told:
-        places = [MeetingPlaces(told, Standby(None)) for _ in range(2)]
-        members = []
-        for number, place in enumerate(places):
-            assert place.standby is not None
-            port, key = place.standby.listen(LOCAL, 0), place.standby.key
-            members.append(rank(number, address=LOCAL, standby_port=port, standby_key=key))
+        places, members = members_at(told)
         for place in places:
-            place.know(members)
             place.connect().close()
     try:
         first, second = (Endpoint(LOCAL, member.standby_port) for member in members)
@@ -323,14 +323,7 @@ def test_who_was_let_in_by_a_service_takes_no_standby_for_it() -> None:
 
 def test_a_standby_of_another_run_that_has_the_port_of_a_lost_rank_leads_nobody_astray() -> None:
     with serving() as told, serving() as other:
-        places = [MeetingPlaces(told, Standby(None)) for _ in range(2)]
-        members = []
-        for number, place in enumerate(places):
-            assert place.standby is not None
-            port, key = place.standby.listen(LOCAL, 0), place.standby.key
-            members.append(rank(number, address=LOCAL, standby_port=port, standby_key=key))
-        for place in places:
-            place.know(members)
+        places, members = members_at(told)
         assert places[0].standby is not None
         places[0].standby.close()
         stranger = MeetingPlaces(other, Standby(None))  # its standby says that its ranks meet at the other service
