@@ -48,9 +48,12 @@ _UNUSED = 1  # a port, of a rank that connects to this one
 class PublishedAddresses(Store):
     """Passes on what gloo publishes and asks for, where it leads through a tunnel with another address."""
 
-    def __init__(self, store: Store, rank: int, ranks: tuple[int, ...], links: Links | None) -> None:
-        """Pass on to `store` what `rank` says, as one of the `ranks` of a process group."""
+    def __init__(
+        self, store: Store, rank: int, ranks: tuple[int, ...], links: Links | None, started_as: Sequence[int]
+    ) -> None:
+        """Pass on to `store` what `rank` says, as one of the `ranks` of a process group; errors say `started_as[r]`."""
         super().__init__()
+        self._started_as = started_as
         self._store, self._rank, self._ranks, self._links = store, rank, ranks, links
         self._openings: dict[int, int] = {}  # the number of each opening in the tunnel, by rank
         self.own: list[Published] = []  # what this rank has published, for each network interface
@@ -79,7 +82,9 @@ class PublishedAddresses(Store):
         try:
             return self._reachable(rank, read_blob(blob), self._links)
         except ValueError as error:
-            raise RuntimeError(f"rank {rank} has published no address that it may have: {error}") from error
+            raise RuntimeError(
+                f"rank {self._started_as[rank]} has published no address that it may have: {error}"
+            ) from error
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until ranks have published their addresses."""
@@ -111,8 +116,8 @@ class PublishedAddresses(Store):
             return str(error)
         peers = self._links.peers
         return "; ".join(
-            f"rank {ranks[number]} is not reached at {peers[ranks[number]].address}:{peers[ranks[number]].port}: {why}"
-            for number, why in found.items()
+            f"rank {self._started_as[rank]} is not reached at {peers[rank].address}:{peers[rank].port}: {why}"
+            for rank, why in ((ranks[number], why) for number, why in found.items())
         )
 
     def forget(self) -> None:
@@ -245,12 +250,15 @@ class Connections:
         over: threading.Event,
         address: str | None = None,
         links: Links | None = None,
+        started_as: Sequence[int] | None = None,
     ) -> None:
         """Connect through `store`, within `timeout` seconds each time; give up when `over` is set.
 
         With `links`, gloo listens at a loopback address only, and the tunnel carries what goes to other machines. Else
         it listens at `address`, or at that of the network interface that GLOO_SOCKET_IFNAME names.
+        Errors name rank r as `started_as[r]`.
         """
+        self._started_as = started_as if started_as is not None else range(world_size)
         self._links, self._address = links, own_address(rank) if links is not None else address
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
         self._over = over
@@ -274,7 +282,7 @@ class Connections:
             store.set(keys[self._rank], "")
             while not store.check(keys) and not self._over.is_set():
                 if time.monotonic() > until:
-                    return [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+                    return [str(self._started_as[rank]) for rank, key in enumerate(keys) if not store.check([key])]
                 time.sleep(pause)
             return []
 
@@ -292,15 +300,19 @@ class Connections:
         if len(ranks) == 1:
             return None
         assert self._store is not None
-        store = PublishedAddresses(PrefixStore(name, self._store), self._rank, ranks, self._links)
+        store = PublishedAddresses(PrefixStore(name, self._store), self._rank, ranks, self._links, self._started_as)
         before = set(_sockets())
         try:
             group = self._soon(lambda: self._make(store, ranks), self._timeout)
         except (*GLOO_ERRORS, MemoryError) as error:  # gloo allocates as much memory as a damaged address says
             if is_out_of_files(error):  # a fault of this rank, and not of those that it cannot connect to
-                raise TooManyFiles(f"too many open files: rank {self._rank} cannot connect to the others") from error
+                raise TooManyFiles(
+                    f"too many open files: rank {self._started_as[self._rank]} cannot connect to the others"
+                ) from error
             reason = store.failures(0.0) or short(error)
-            raise PeerLost(f"rank {self._rank} could not connect to all other ranks: {reason}") from error
+            raise PeerLost(
+                f"rank {self._started_as[self._rank]} could not connect to all other ranks: {reason}"
+            ) from error
         finally:
             self._sockets |= set(_sockets()) - before
             store.forget()

@@ -82,18 +82,19 @@ class Group:
         over: threading.Event | None = None,
         links: Links | None = None,
         moves: Moves | None = None,
+        started_as: Sequence[int] | None = None,
     ) -> None:
         """Connect to the other ranks through `store`, within `timeout` seconds; give up when `over` is set.
 
         `hosts[r]`, if known, is the machine of rank r. If all ranks are on this one, nobody else can connect to them.
         Else `links` connect the machines, through tunnels; without links, gloo connects them by the network interface
-        that GLOO_SOCKET_IFNAME names, readable for everyone on the way. `moves` counts messages and sums. Raises
-        PeerLost.
+        that GLOO_SOCKET_IFNAME names, readable for everyone on the way. `moves` counts messages and sums. Errors name
+        rank r as `started_as[r]`. Raises PeerLost.
         """
         self.hosts = list(hosts) if hosts is not None else [f"rank-{rank}" for rank in range(world_size)]
         self._hosts_known = hosts is not None
         self.rank, self.world_size, self._timeout = rank, world_size, timeout
-        self._origins: Sequence[int] = range(world_size)  # the numbers by which people know the ranks
+        self.started_as = list(started_as if started_as is not None else range(world_size))
         self._store = store
         self._moves = moves or Moves()
         self.devices: dict[int, str] = {}  # the accelerators that ranks compute on, once they have told one another
@@ -108,7 +109,7 @@ class Group:
         alone = hosts is not None and len(set(hosts)) == 1
         self.links = None if alone else links
         address = "127.0.0.1" if alone else None
-        connecting = Connections(store, rank, world_size, timeout, self._over, address, self.links)
+        connecting = Connections(store, rank, world_size, timeout, self._over, address, self.links, self.started_as)
         self._connections: Connections | Recording = connecting
         connecting.arrive()
         self._world = self._connections.connect("world", tuple(range(world_size)))
@@ -119,18 +120,19 @@ class Group:
         It connects the same machines, and ends with this group, which closes it. Raises PeerLost.
         """
         part = copy.copy(self)
-        part.rank, part.world_size, part._origins = ranks.index(self.rank), len(ranks), tuple(ranks)
+        part.rank, part.world_size = ranks.index(self.rank), len(ranks)
+        part.started_as = [self.started_as[rank] for rank in ranks]
         part.hosts = [self.hosts[rank] for rank in ranks]
         part.devices = {place: self.devices[rank] for place, rank in enumerate(ranks) if rank in self.devices}
         part.log, part._outbox, part._subgroups = None, {}, {}
-        part._world = self.among(part._origins) if len(ranks) > 1 else None
+        part._world = self.among(tuple(ranks)) if len(ranks) > 1 else None
         return part
 
     @classmethod
     def played_back(cls, rank: int, world_size: int, recording: Recording) -> Group:
         """Return the group of a lost rank whose work is repeated, and which receives what was recorded."""
         group = cls(None, 0, 1, 1.0)
-        group.rank, group.world_size, group._origins = rank, world_size, range(world_size)
+        group.rank, group.world_size, group.started_as = rank, world_size, list(range(world_size))
         group._world, group._connections = recording, recording
         return group
 
@@ -145,7 +147,7 @@ class Group:
         hosts = self.hosts if self._hosts_known else None
         over = threading.Event()
         self._twins_over.append(over)
-        twin = Group(store, self.rank, self.world_size, self._timeout, hosts, over, self.links)
+        twin = Group(store, self.rank, self.world_size, self._timeout, hosts, over, self.links, None, self.started_as)
         if twin._world is not None:
             twin._world._set_default_timeout(timedelta(seconds=timeout))
         self._twins.append(twin)
@@ -178,9 +180,9 @@ class Group:
         """Return whether the group has been broken off."""
         return self._over.is_set()
 
-    def origin(self, rank: int) -> int:
-        """Return the number by which people know one of this group's ranks."""
-        return self._origins[rank]
+    def name(self, rank: int) -> str:
+        """Return a rank in words, by the number that it was started as, because the group numbers its ranks anew."""
+        return f"rank {self.started_as[rank]}"
 
     def on_one_host(self, ranks: Sequence[int]) -> bool:
         """Return whether these ranks are known to share a machine."""
@@ -200,7 +202,7 @@ class Group:
         if self.log is not None:
             self.log.add(tensor, peer, tag)
         self._moves.count += 1
-        with Naming(peer):
+        with Naming(self.name, peer):
             return self._under_way(self._world.send([tensor], peer, tag), tensor)
 
     def receive(self, into: Tensor, peer: int, tag: int) -> Work:
@@ -208,7 +210,7 @@ class Group:
         self._moves.count += 1
         if peer == self.rank:
             return FromItself(self._outbox, tag, into)
-        with Naming(peer):
+        with Naming(self.name, peer):
             return self._under_way(self._world.recv([into], peer, tag), into)
 
     def _under_way(self, work: Work, tensor: Tensor) -> Work:
@@ -217,7 +219,7 @@ class Group:
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], stage: int = 0) -> Work:
         """Begin to sum a tensor over `ranks` in place. All must make the same calls for a `stage` in the same order."""
-        with Naming(None):
+        with Naming(self.name, None):
             work = self.among(ranks, stage).allreduce([tensor])
         return Collective(work, self._over)
 
@@ -233,7 +235,7 @@ class Group:
 
     def begin_all_gather(self, own: Tensor, every: list[Tensor], ranks: tuple[int, ...], stage: int = 0) -> Work:
         """Begin to gather the tensors of `ranks` into `every`. All must make the same calls for a `stage` in order."""
-        with Naming(None):
+        with Naming(self.name, None):
             work = self.among(ranks, stage).allgather([every], [own])
         return Collective(work, self._over)
 
@@ -251,7 +253,7 @@ class Group:
     def wait(self, work: Work, peer: int | None = None) -> None:
         """Wait for a message from or to `peer`, or for a sum. Raises PeerLost."""
         self._moves.count += 1
-        with Naming(peer):
+        with Naming(self.name, peer):
             work.wait()
         self._moves.count += 1
 
@@ -270,7 +272,7 @@ class Group:
         for rank, size in enumerate(sizes):  # before memory is taken for them
             most = max(_LEAST_JSON, MOST_JSON // self.world_size)  # each rank's takes as much memory as the longest one
             if not 0 <= size <= most:
-                raise PeerLost(f"rank {rank} announced a message of {size} bytes; at most {most} are allowed")
+                raise PeerLost(f"{self.name(rank)} announced a message of {size} bytes; at most {most} are allowed")
         rest = _SIZE + max(sizes) - _HEAD
         texts = heads
         if rest > 0:
@@ -287,23 +289,22 @@ class Group:
         return self.gather_json(plain(own), instance(type(own)))
 
     def _gather(self, into: list[Tensor], own: Tensor) -> None:
-        with Naming(None):
+        with Naming(self.name, None):
             work = self._world.allgather([into], [own])
         self.wait(Collective(work, self._over))
 
-    @staticmethod
-    def _read(rank: int, value: Any, read: Reader[T]) -> T:
+    def _read(self, rank: int, value: Any, read: Reader[T]) -> T:
         """Return what a value of a rank stands for. Raises PeerLost."""
         try:
             return read(value)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise PeerLost(f"rank {rank} sent something else than is expected here: {error}") from error
+            raise PeerLost(f"{self.name(rank)} sent something else than is expected here: {error}") from error
 
     def _parse(self, rank: int, content: Tensor) -> Any:
         try:
             return json.loads(content.numpy().tobytes())
         except (ValueError, RecursionError) as error:
-            raise PeerLost(f"rank {rank} sent a message that is not JSON ({error})") from error
+            raise PeerLost(f"{self.name(rank)} sent a message that is not JSON ({error})") from error
 
     def broadcast(self, value: Any, source: int = 0, read: Reader[Any] = anything) -> Any:
         """Return the `value` of rank `source` on every rank. It travels as JSON, as in `gather_json`."""
@@ -314,7 +315,7 @@ class Group:
         self._broadcast(head, source)
         size = _announced(head)
         if not 0 <= size <= MOST_JSON:
-            raise PeerLost(f"rank {source} announced a message of {size} bytes; at most {MOST_JSON} are allowed")
+            raise PeerLost(f"{self.name(source)} announced a message of {size} bytes; at most {MOST_JSON} are allowed")
         rest = _SIZE + size - _HEAD
         if rest > 0:
             tail = content[_HEAD:] if self.rank == source else torch.zeros(rest, dtype=torch.uint8)
@@ -325,7 +326,7 @@ class Group:
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        with Naming(source):
+        with Naming(self.name, source):
             work = self._world.broadcast([tensor], options)
         self.wait(Collective(work, self._over), source)
 
@@ -346,7 +347,7 @@ class Group:
         found = self.gather_json([value, failure], fields(anything, optional(fields(text, text))))
         for rank, (_, problem) in enumerate(found):
             if problem is not None:
-                raise of_kind(problem[0], problem[1] if self.world_size == 1 else f"rank {rank}: {problem[1]}")
+                raise of_kind(problem[0], problem[1] if self.world_size == 1 else f"{self.name(rank)}: {problem[1]}")
         return [self._read(rank, value, read) for rank, (value, _) in enumerate(found)]
 
     def barrier(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -170,15 +170,15 @@ class FromItself:
 class Naming:
     """Raises PeerLost, which names the peer if it is known, instead of gloo's errors; cheaper than a generator."""
 
-    def __init__(self, peer: int | None) -> None:
-        self._peer = peer
+    def __init__(self, name: Callable[[int], str], peer: int | None) -> None:
+        self._name, self._peer = name, peer
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, GLOO_ERRORS):
-            who = "a peer" if self._peer is None else f"rank {self._peer}"
+            who = "a peer" if self._peer is None else self._name(self._peer)
             timed_out = "Timed out" in str(error)
             reason = "did not answer in time" if timed_out else "closed its connection"
             raise PeerLost(f"{who} {reason} ({short(error)})", timed_out=timed_out) from error

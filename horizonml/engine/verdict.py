@@ -293,7 +293,7 @@ class GradientCheck:
         rank, (number, name) = next(((rank, found[0]) for rank, found in enumerate(everyone) if found), nowhere)
         lossy = any(not stage.sync.exact and not stage.sync.steps_alone for stage in self._plan.stages)
         hint = ", or set parallel.gradient_compression: none" if lossy else ""
-        where = f"stage {number}, rank {self._group.origin(rank)}"
+        where = f"stage {number}, {self._group.name(rank)}"
         raise Diverged(f"step {step}: the gradient of {name} ({where}) is not finite. {UNCHANGED}{hint}")
 
 
@@ -317,7 +317,7 @@ def check_held_out(group: Group, step: int, loss: float, own: float) -> None:
 def _where(group: Group, own: float) -> str:
     """Return the rank whose part of the loss is not finite, in words."""
     broken = group.gather_json(not math.isfinite(own), boolean)
-    return next((f" (rank {group.origin(rank)})" for rank, found in enumerate(broken) if found is True), "")
+    return next((f" ({group.name(rank)})" for rank, found in enumerate(broken) if found is True), "")
 
 
 _MOST = 1 << 53  # samples or units

@@ -73,7 +73,6 @@ class Generation:
     group: Group
     number: int  # counts the formations of the group
     names: list[str]  # of the ranks' machines
-    started_as: list[int]  # the rank that each member was started as
     newcomers: Callable[[], bool]  # whether ranks wait that can be taken in
     meets_again: bool  # whether the ranks can meet again with others
     say: Callable[[str], None]  # tells the user, on rank 0
@@ -94,7 +93,7 @@ class Generation:
         if life.taken is None:
             life.taken = rss_bytes()
         arrival = Arrival(job.run_folder / "checkpoints") if job.checkpoint.enabled else None
-        told = Introductions(life, group, self.names[group.rank], self.started_as, arrival, self.say).exchange()
+        told = Introductions(life, group, self.names[group.rank], arrival, self.say).exchange()
         hosts = find_hosts(group, [one.capacity for one in told])
         first, anew = self._agree_on_begin(told)
         assert life.state is not None
@@ -107,7 +106,7 @@ class Generation:
         self._use_threads(model, hosts, here, [one.threads for one in told])
         execution, narrow = use_execution(life, group, model, info, hosts, [one.execution for one in told], self.say)
         guard = Guard(life, group, execution, self.say, narrow)
-        course = GroupPlan(life, group, self.started_as, self.names, guard, model, self.say)
+        course = GroupPlan(life, group, self.names, guard, model, self.say)
         course.agree(info, hosts, told)
         self._tell_local_steps(course.plan, info)
         source, followers = None, frozenset[int]()
@@ -125,7 +124,7 @@ class Generation:
                 checkpoints.on_saved = life.backup.add
         if found is not None and (anew or not is_older_than_disk(life, found.step, checkpoints, self.say)):
             copies = [one.copies for one in told]
-            source, followers = recover(life, info, found, course.plan, group, self.started_as, copies, self.say)
+            source, followers = recover(life, info, found, course.plan, group, copies, self.say)
         if source is not None and checkpoints is not None:
             newest = (one.newest_checkpoint for one in told if one.newest_checkpoint is not None)
             checkpoints.newest = max(newest, default=None)
@@ -141,7 +140,7 @@ class Generation:
         guard.say_what_is_not_tried(course.plan)
         course.watch(told)
         devices = [one.device for one in told]
-        members = describe_members(self.started_as, hosts, devices)
+        members = describe_members(group.started_as, hosts, devices)
         about = run_info(life, group, self.number, model, here, members)
         going_on, moved = "resumed", ""  # what to say after a move
         while True:
@@ -248,7 +247,7 @@ class Generation:
             self.life.job, model, info, hosts, untried(self.life.job, self.life.execution or PLAIN)
         )
         measured = problem is not None
-        found = describe_planning(self.life, self.started_as, model, hosts, devices, plan, used, measured)
+        found = describe_planning(self.life, self.group.started_as, model, hosts, devices, plan, used, measured)
         record_planning(found, self.say)
 
     def _agree_on_begin(self, told: Sequence[Introduction]) -> tuple[bool, bool]:
@@ -263,7 +262,7 @@ class Generation:
             life.fresh = True  # also for the next group, if this one ends before its first step
             for rank, one in enumerate(told):
                 if one.foreign is not None:
-                    raise JobError(one.foreign if len(told) == 1 else f"rank {rank}: {one.foreign}")
+                    raise JobError(one.foreign if len(told) == 1 else f"{self.group.name(rank)}: {one.foreign}")
         life.moved_away = not anew
         return not any(one.begun for one in told), anew
 
@@ -280,20 +279,20 @@ class Generation:
         sizes = sorted({min(size, info.train), info.train % size} - {0})
         problems = [session.try_smallest(size) for size in sizes]
         digests = digests_of(state, compared, group.rank) if compared is not None else {}
-        told = group.exchange(_Ready(problems, digests, Spare.here(life, session, self.started_as)))
+        told = group.exchange(_Ready(problems, digests, Spare.here(life, session)))
         for rank, one in enumerate(told):
             for size, problem in zip(sizes, one.problems, strict=True):
                 if problem is not None:
                     raise DataError(
-                        f"batch_size: a batch of {size} samples (of {info.train}) leaves rank {rank} with one sample, "
-                        f"on which this model cannot train ({problem}); change batch_size, data.samples, or "
+                        f"batch_size: a batch of {size} samples (of {info.train}) leaves {group.name(rank)} with one "
+                        f"sample, on which this model cannot train ({problem}); change batch_size, data.samples, or "
                         "parallel.micro_batches"
                     )
         if compared is not None:
             for rank, name in share_state(state, compared, group, [one.digests for one in told]):
                 self.say(
-                    f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and "
-                    "has taken over that member's; processors that round differently can be the reason"
+                    f"warning: {group.name(rank)} began with other values than its stage's first member ({name}, for "
+                    "one) and has taken over that member's; processors that round differently can be the reason"
                 )
         return [one.spare for one in told]
 
@@ -348,8 +347,8 @@ class Generation:
         workers: Workers | None = None
 
         def mirror() -> Mirror | None:
-            made = mirror_for(life, session, self.started_as, self.say, spare if not followed else None)
-            life.last = Last(self.number, self.started_as, made, session.execution) if made is not None else None
+            made = mirror_for(life, session, self.say, spare if not followed else None)
+            life.last = Last(self.number, self.group.started_as, made, session.execution) if made is not None else None
             return made
 
         try:

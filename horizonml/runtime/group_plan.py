@@ -86,7 +86,6 @@ class Introductions:
     life: Life
     group: Group
     name: str  # of this rank's machine
-    started_as: list[int]
     arrival: Arrival | None
     say: Say
     problem: list[str] | None = None
@@ -101,7 +100,7 @@ class Introductions:
             for rank, one in enumerate(told):
                 if one.problem is not None:
                     kind, words = one.problem
-                    raise of_kind(kind, words if len(told) == 1 else f"rank {rank}: {words}")
+                    raise of_kind(kind, words if len(told) == 1 else f"{self.group.name(rank)}: {words}")
             if self._is_settled(told):
                 return told
         raise PeerLost("the ranks do not come to one description of their model")
@@ -111,9 +110,9 @@ class Introductions:
         info = self._try(self._described) if self.problem is None else life.info
         state = life.state
         model = state.model if state is not None else None
-        plan = life.plans.get(tuple(self.started_as))
+        plan = life.plans.get(tuple(self.group.started_as))
         last = life.last
-        if last is not None and state is not None and set(last.members) <= set(self.started_as):
+        if last is not None and state is not None and set(last.members) <= set(self.group.started_as):
             last.mirror.keep_parts(state)  # the group has broken, but perhaps nothing is lost
         return Introduction(
             self.problem,
@@ -135,7 +134,7 @@ class Introductions:
             life.threads,
             life.execution,
             plan,
-            life.measured_among(self.started_as) is not None,
+            life.measured_among(self.group.started_as) is not None,
             time.monotonic() - (life.started or time.monotonic()),
         )
 
@@ -206,7 +205,6 @@ class GroupPlan:
 
     life: Life
     group: Group
-    started_as: list[int]
     names: Sequence[str]  # of the ranks' machines
     guard: Guard
     model: Model
@@ -224,16 +222,16 @@ class GroupPlan:
 
         A rank that does not know it takes it over from one that does.
         """
-        life, kept = self.life, self.life.plans.get(tuple(self.started_as))
+        life, kept = self.life, self.life.plans.get(tuple(self.group.started_as))
         decided = next((one.plan for one in told if one.plan is not None), None)
         if decided is None:
-            measured = life.measured_among(self.started_as)
+            measured = life.measured_among(self.group.started_as)
             used = self.guard.execution()  # profiles are taken without bf16 as long as it is not allowed
             context = life.job, self.model, info, self.group, hosts, self.names, self.say, measured, used
             found = make_plan(*context, is_measured=told[0].measured)
             refuse_what_cannot_fit(found.plan, self.model, optimizer_copies(life.job), hosts, self.names)
             if found.measured is not None and found.measured is not measured:
-                life.measured, life.measured_for = found.measured, self.started_as
+                life.measured, life.measured_for = found.measured, self.group.started_as
         elif kept is not None and kept.plan.to_json() == decided.plan.to_json() and kept.forecast == decided.forecast:
             found = kept  # which, on rank 0, also knows the problem
         else:
@@ -303,4 +301,4 @@ class GroupPlan:
 
     def _remember(self, found: Agreed) -> None:
         """Take a plan, also for the next time that these ranks meet."""
-        self.agreed = self.life.plans[tuple(self.started_as)] = found
+        self.agreed = self.life.plans[tuple(self.group.started_as)] = found

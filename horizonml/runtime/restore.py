@@ -71,15 +71,13 @@ def rebuild(
     lost: Last | None,
     found: Recovery,
     group: Group,
-    members: list[int],
     copies: Sequence[Copies | None],
 ) -> Recovery | str:
     """Return where to go on from once the missing layers have been rebuilt, or why they cannot be.
 
-    All ranks of the new group call this; `members` are its ranks as they were started, and `copies` what each of them
-    has. Raises PeerLost.
+    All ranks of the new group call this; `copies` are what each of them has. Raises PeerLost.
     """
-    parts = _parts(state, found, members, copies)
+    parts = _parts(state, found, group.started_as, copies)
     if isinstance(parts, str):
         return parts
     kept = [part.kept(lost, group.rank) for part in parts]
@@ -301,19 +299,18 @@ def recover(
     found: Recovery,
     plan: Plan,
     group: Group,
-    started_as: list[int],
     copies: Sequence[Copies | None],
     say: Say,
 ) -> tuple[StateSource | None, frozenset[int]]:
     """Bring the state that ranks have in memory to a plan; all ranks of the group call this, with all ranks' copies.
 
-    `started_as` are the ranks as they were started. Return where the state was taken from, or None if it is not
+    Return where the state was taken from, or None if it is not
     complete, and the ranks that are to follow the others until they have it, too. Raises PeerLost.
     """
     state, source = life.state, StateSource.MEMORY
     assert state is not None
     if found.missing:
-        rebuilt = rebuild(life.job, info, state, life.last, found, group, started_as, copies)
+        rebuilt = rebuild(life.job, info, state, life.last, found, group, copies)
         if isinstance(rebuilt, str):
             say(f"the state of step {found.step} cannot be completed without the lost ranks: {rebuilt}")
             state.drop()
@@ -341,16 +338,15 @@ class Spare:
     measured: bool  # whether this rank knows the links
 
     @classmethod
-    def here(cls, life: Life, session: Trainer, started_as: Sequence[int]) -> Spare:
+    def here(cls, life: Life, session: Trainer) -> Spare:
         """Return that of this rank."""
         held = owners(session.plan, life.job.recovery.mirrors)
-        size = session.state.bytes() if session.group.rank in held else 0
-        return cls(size, memory_here(session.group), life.measured_among(started_as) is not None)
+        group = session.group
+        size = session.state.bytes() if group.rank in held else 0
+        return cls(size, memory_here(group), life.measured_among(group.started_as) is not None)
 
 
-def mirror_for(
-    life: Life, session: Trainer, started_as: Sequence[int], say: Say, spare: Sequence[Spare] | None = None
-) -> Mirror | None:
+def mirror_for(life: Life, session: Trainer, say: Say, spare: Sequence[Spare] | None = None) -> Mirror | None:
     """Return what copies the state of ranks to each other's memory, if the plan needs that and there is room for it.
 
     All ranks of the group call this; `spare` is what each has to spare, if they know it already.
@@ -359,9 +355,9 @@ def mirror_for(
     group.log = None  # drops that of an earlier plan
     if not buddies(plan, recovery.mirrors):
         return None
-    measured = life.measured_among(started_as)
+    measured = life.measured_among(group.started_as)
     if spare is None:
-        spare = group.exchange(Spare.here(life, session, started_as))
+        spare = group.exchange(Spare.here(life, session))
     mirrors = recovery.mirrors
     sizes, left = [one.size for one in spare], [one.left for one in spare]
     while mirrors and (short := crowded(plan, sizes, left, group.hosts, mirrors)) is not None:
@@ -369,9 +365,9 @@ def mirror_for(
         mirrors -= 1
         what = f"{mirrors} instead of {mirrors + 1} copies" if mirrors else "no copies"
         say(
-            f"warning: ranks keep {what} of each other's state: rank {rank} would need {human_bytes(needed)} for "
-            f"them, with {human_bytes(spare[rank].left)} left. If more ranks are lost at once than there are copies, "
-            "all go on from a checkpoint (recovery.mirrors: 0 turns copies and this warning off)"
+            f"warning: ranks keep {what} of each other's state: {group.name(rank)} would need {human_bytes(needed)} "
+            f"for them, with {human_bytes(spare[rank].left)} left. If more ranks are lost at once than there are "
+            "copies, all go on from a checkpoint (recovery.mirrors: 0 turns copies and this warning off)"
         )
     if not mirrors:
         return None

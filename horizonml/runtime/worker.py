@@ -391,7 +391,8 @@ class Worker:
             if membership is not None:
                 tunnelled = links is not None
                 watch = LinkWatch(membership.members, rank, tunnelled, moves, membership.report_unreached)
-            group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes, over, links, moves)
+            timeout = self._job.rendezvous.step_timeout
+            group = Group(store, rank, len(nodes), timeout, nodes, over, links, moves, started_as)
             if membership is not None:
                 membership.connected()
                 abort = group.abort
@@ -399,7 +400,7 @@ class Worker:
             self._metrics.formed(generation, group.world_size)
             life.lifeline.begin(generation)
             meets_again = rejoin and membership is not None
-            own = Generation(life, group, generation, names, started_as, newcomers, meets_again, self.say)
+            own = Generation(life, group, generation, names, newcomers, meets_again, self.say)
             if membership is None:
                 return own.run()
             with Watchdog(group, group.timeout, rejoin, membership.leave, life.lifeline.end):

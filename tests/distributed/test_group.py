@@ -25,7 +25,7 @@ def announces(rank: int, world_size: int, store: Store) -> list[str]:
 
     original, said = module._framed, list[str]()
     for number, size in enumerate((1 << 40, -1)):
-        group = Group(PrefixStore(str(number), store), rank, world_size, 30.0)
+        group = Group(PrefixStore(str(number), store), rank, world_size, 30.0, started_as=[2, 4])
         if rank == 1:
             lie = torch.frombuffer(bytearray(size.to_bytes(8, "little", signed=True)), dtype=torch.uint8)
             module._framed = lambda value, lie=lie: lie
@@ -40,7 +40,7 @@ def announces(rank: int, world_size: int, store: Store) -> list[str]:
 
 
 def test_a_size_that_a_peer_announces_is_checked_before_memory_is_taken(pool: Pool) -> None:
-    words = "rank 1 announced a message of {} bytes; at most {} are allowed"
+    words = "rank 4 announced a message of {} bytes; at most {} are allowed"
     expected = [words.format(size, MOST_JSON // 2) for size in (1 << 40, -1)]
     assert pool.run(2, announces) == [expected, expected]
 
@@ -53,7 +53,7 @@ def alone(rank: int, world_size: int, store: Store, garbage: list[bytes]) -> lis
         strangers.set("arrived/1", "")
         strangers.set("world/0/1", content)
         with pytest.raises(PeerLost) as caught:
-            Group(strangers, 0, 2, 5.0)
+            Group(strangers, 0, 2, 5.0, started_as=[3, 4])
         said.append(str(caught.value))
     return said
 
@@ -61,18 +61,35 @@ def alone(rank: int, world_size: int, store: Store, garbage: list[bytes]) -> lis
 def test_a_damaged_address_is_a_lost_peer_and_not_a_crash(pool: Pool) -> None:
     garbage = [b"x" * 24, struct.pack("<q", 1 << 50), struct.pack("<q", -1), bytes(range(256)) * 100]
     (said,) = pool.run(1, alone, garbage)
-    assert all(text.startswith("rank 0 could not connect to all other ranks: ") for text in said)
+    assert all(text.startswith("rank 3 could not connect to all other ranks: ") for text in said)
 
 
 def test_a_rank_that_does_not_come_to_connect_is_named(pool: Pool) -> None:
     (text,) = pool.run(1, connects)
-    assert text.startswith("rank 1, 2 did not answer within 1 s")
+    assert text.startswith("rank 3, 4 did not answer within 1 s")
 
 
 def connects(rank: int, world_size: int, store: Store) -> str:
     with pytest.raises(PeerLost) as caught:
-        Group(store, rank, 3, 0.6)
+        Group(store, rank, 3, 0.6, started_as=[1, 3, 4])
     return str(caught.value)
+
+
+def leaves(rank: int, world_size: int, store: Store) -> str:
+    """Let rank 1 of a group leave while rank 0 waits for its message."""
+    group = Group(store, rank, world_size, 30.0, started_as=[2, 4])
+    said = ""
+    if rank == 0:
+        into, tag = torch.zeros(1), group.channel("boundaries").tag(0)
+        with pytest.raises(PeerLost) as caught:
+            group.wait(group.receive(into, 1, tag), 1)
+        said = str(caught.value)
+    group.close()
+    return said
+
+
+def test_an_error_names_a_lost_peer_by_the_number_that_it_was_started_as(pool: Pool) -> None:
+    assert pool.run(2, leaves)[0].startswith("rank 4 closed its connection")
 
 
 SECONDS = 5.0  # which a rank may be late on a busy machine

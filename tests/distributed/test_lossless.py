@@ -149,7 +149,7 @@ def lose(
     session.close()
     group.close()
     members = [other for other in range(world_size) if other not in lost]
-    group = Group(PrefixStore("left", store), members.index(rank), len(members), 30.0)
+    group = Group(PrefixStore("left", store), members.index(rank), len(members), 30.0, started_as=members)
     recovery = agreed_state(state, True, group)
     assert recovery is not None
     gone = [layer for stage in plan.stages if set(stage.ranks) <= {*lost} for layer in range(stage.start, stage.stop)]
@@ -157,7 +157,7 @@ def lose(
     assert recovery.missing == [layer for layer in gone if layer in stateful]
     last = Last(1, list(range(world_size)), mirror)
     own = job(name, clip_norm, file)
-    rebuilt = rebuild(own, described(), state, last, recovery, group, members, copies_in(group, last))
+    rebuilt = rebuild(own, described(), state, last, recovery, group, copies_in(group, last))
     group.close()
     if isinstance(rebuilt, str):
         return rebuilt

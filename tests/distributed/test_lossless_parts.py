@@ -117,7 +117,7 @@ def go_on(rank: int, world_size: int, store: Store, folder: Path, scene: Scene, 
     state, said, batches = last.mirror._state, list[str](), Batches()
     kept = len(last.mirror.replicas.get(rank, []))
     members = [other for other in range(world_size) if other not in scene.lost]
-    group = Group(PrefixStore("left", store), members.index(rank), len(members), 30.0)
+    group = Group(PrefixStore("left", store), members.index(rank), len(members), 30.0, started_as=members)
     place = RunFolder(folder / str(rank), rank, "test", False)
     about, lifeline = job("", scene.clip_norm), Lifeline(folder, rank)
     feeds = Feeds(about.telemetry, folder)
@@ -128,7 +128,7 @@ def go_on(rank: int, world_size: int, store: Store, folder: Path, scene: Scene, 
     if set(last.members) <= set(members):
         last.mirror.keep_parts(state)
     copies = copies_in(group, last)
-    source, _ = recover(life, described(), found, scene.after, group, members, copies, said.append)
+    source, _ = recover(life, described(), found, scene.after, group, copies, said.append)
     step = state.step
     if source is None:
         group.close()
