@@ -136,7 +136,8 @@ def started_at(pid: int) -> str | None:
     """
     try:
         # The name is in brackets and may contain anything. After it come the state and, as the 20th field, the start.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # It is that of the first thread, because emulators of other processors (qemu-user) make up a process's own one.
+        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     except (FileNotFoundError, ProcessLookupError):
         if Path("/proc/self/stat").exists():
