@@ -52,9 +52,24 @@ def human_seconds(seconds: float) -> str:
     return f"{minutes} min {rest} s"
 
 
+def rough_time(seconds: float) -> str:
+    """Return a time in its largest unit that fits twice: 119 becomes "119 seconds", and 7300 becomes "2 hours"."""
+    for size, unit in ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute")):
+        if seconds >= 2 * size:
+            return count(round(seconds / size), unit)
+    return count(round(seconds), "second")
+
+
 def count(number: int, thing: str) -> str:
     """Return a number of things, such as "1 epoch" or "1,000 epochs"; the last word must have a regular plural."""
-    plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}es" if thing.endswith(("ch", "s")) else f"{thing}s"
+    consonant = thing[-2:-1] not in "aeiou"
+    plural = (
+        f"{thing[:-1]}ies"
+        if thing.endswith("y") and consonant
+        else f"{thing}es"
+        if thing.endswith(("ch", "s"))
+        else f"{thing}s"
+    )
     return f"{number:,} {thing if number == 1 else plural}"
 
 

@@ -13,6 +13,7 @@ from horizonml.cli.checkpoints import checkpoints
 from horizonml.cli.cluster import app as cluster
 from horizonml.cli.export import evaluate, export, generate, predict
 from horizonml.cli.plan import plan
+from horizonml.cli.runs import logs, ls, stop
 from horizonml.cli.train import init, train, validate
 from horizonml.cli.up import join, rendezvous, token, up
 from horizonml.cli.watch import report, watch
@@ -22,7 +23,7 @@ TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-
 _GROUPS = {
     "Train": "train init validate plan",
     "Devices": "up join token rendezvous cluster",
-    "Watch": "watch report bench",
+    "Watch": "ls watch logs stop report bench",
     "Use": "evaluate predict generate export checkpoints",
 }
 
@@ -52,7 +53,8 @@ app = typer.Typer(
 
 
 for command in (
-    train, init, validate, plan, up, join, token, watch, report, evaluate, predict, generate, export, checkpoints,
+    train, init, validate, plan, up, join, token, ls, watch, logs, stop, report, evaluate, predict, generate, export,
+    checkpoints,
 ):  # fmt: skip
     app.command()(command)
 # What comes after a command to start belongs to that command.

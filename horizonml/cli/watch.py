@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from horizonml.cli.runs import Run, find_run
 from horizonml.errors import HorizonError, JobError, SecurityError
 from horizonml.machine.code import require
 
@@ -132,12 +133,7 @@ def _keys() -> Iterator[_Pressed]:
 
 
 def watch(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN", help="A run's folder (runs/NAME), or a folder of runs, for the newest.", show_default=False
-        ),
-    ],
+    run: Run,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on; all but 127.0.0.1 need --insecure.")
     ] = "127.0.0.1",
@@ -198,26 +194,6 @@ def _token() -> Token | None:
     except SecurityError as error:
         print(f"the page is read-only: {error}", file=sys.stderr)
     return None
-
-
-def find_run(path: Path) -> Path:
-    """Return a run's folder, or the newest run in a folder of several. Raises JobError."""
-    if not path.is_dir():
-        raise JobError(f"{path} is not a folder; name that of a run, such as runs/digits")
-    if _is_run(path):
-        return path
-    runs = [inner for inner in path.iterdir() if inner.is_dir() and _is_run(inner)]
-    if not runs:
-        raise JobError(f"{path} is not a run and contains none; runs are in `runs`, or where the job's `folder` says")
-    return max(runs, key=_newest)
-
-
-def _is_run(path: Path) -> bool:
-    return (path / ".horizonml-run").exists() or any(path.glob("rank-*.jsonl"))
-
-
-def _newest(path: Path) -> float:
-    return max((file.stat().st_mtime for file in path.glob("rank-*.jsonl")), default=path.stat().st_mtime)
 
 
 def report(

@@ -106,21 +106,28 @@ def launcher_name() -> str:
     return f"{os.getpid()} {started_at(os.getpid())} {process_space()}"
 
 
+def running(launcher: str) -> int | None:
+    """Return the process id of the launcher with this name, or None if it is gone or cannot be seen from here."""
+    pid, _, rest = launcher.partition(" ")
+    started, _, place = rest.partition(" ")
+    seen = pid.isdigit() and place == process_space()
+    return int(pid) if seen and started_at(int(pid)) == started else None
+
+
 def watch_launcher() -> None:
     """End this process when the launcher above it is gone for any reason, or at once if it is gone already.
 
     The launcher is found by its id and start, because it need not be the parent: a script or an mpirun may stand
     between the two. A launcher on another machine or in another container is not visible, and is not watched.
     """
-    pid, _, rest = os.environ.get(LAUNCHER, "").partition(" ")
-    started, _, place = rest.partition(" ")
-    if not pid.isdigit() or place != process_space():
+    name = os.environ.get(LAUNCHER, "")
+    if not name.endswith(f" {process_space()}"):
         return
-    if started_at(int(pid)) != started:
+    if running(name) is None:
         os._exit(128 + signal.SIGTERM)
 
     def watch() -> None:
-        while started_at(int(pid)) == started:
+        while running(name) is not None:
             time.sleep(_LOOK_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_SAVE_SECONDS)

@@ -124,6 +124,15 @@ class RunStatus:
 
 
 @dataclass(frozen=True)
+class RunProgress:
+    """How far the training of a run is, as far as the device that is asked knows."""
+
+    step: Annotated[int, whole(0, 1 << 53)] | None = None
+    accuracy: Annotated[float, number(1.0)] | None = None  # on held-out data
+    seconds: Annotated[float, number(1e12)] | None = None  # since it began
+
+
+@dataclass(frozen=True)
 class JobOffer:
     """The job of a run, as text."""
 
@@ -132,6 +141,9 @@ class JobOffer:
     lineage: Id  # identifies a training through all its continuations
     run: Id
     shared: bool = False  # whether its data can be fetched
+    phase: Phase = Phase.WAITING
+    devices: Size = 0  # that are there
+    progress: RunProgress = RunProgress()
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from horizonml.rendezvous.device_messages import (
     LinkRates,
     Phase,
     RunOutcome,
+    RunProgress,
     RunStatus,
 )
 from horizonml.rendezvous.messages import (
@@ -83,6 +84,7 @@ class Devices:
     files: FileServer | None = None  # which this device shares
     torch: str = ""  # the version of PyTorch that all need; empty if any will do
     clock: Callable[[], float] = time.monotonic
+    progress: Callable[[], RunProgress] = RunProgress
     run: str = field(default_factory=lambda: secrets.token_hex(16))
     phase: Phase = Phase.WAITING
     world_size: int | None = None
@@ -233,7 +235,10 @@ class Devices:
         )
 
     def _job(self, peer: Peer, request: Nothing) -> Answer:
-        return at_once(JobOffer(self.job, self.name, self.lineage, self.run, self.files is not None))
+        there, shared = len(self.present()) + self.take_part, self.files is not None
+        return at_once(
+            JobOffer(self.job, self.name, self.lineage, self.run, shared, self.phase, there, self.progress())
+        )
 
     def _data(self, peer: Peer, request: FilesRequest) -> Answer:
         if self.files is None:

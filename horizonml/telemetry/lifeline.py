@@ -24,7 +24,7 @@ from horizonml.machine.host import (
     memory_limit,
     peak_rss_bytes,
 )
-from horizonml.machine.signals import process_space, started_at
+from horizonml.machine.signals import LAUNCHER, process_space, running, started_at
 from horizonml.text import human_bytes
 
 _log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class Trace:
     expected: float | None  # bytes that the plan expects it to need
     killed_here: int | None  # processes of the container that were killed for their memory before
     killed_anywhere: int | None  # likewise, on the machine
+    launcher: str = ""  # the process above it that ends it, by its `launcher_name`; empty without one
 
     @classmethod
     def read(cls, path: Path) -> Trace:
@@ -69,7 +70,7 @@ class Trace:
         """Return the trace itself. Raises ValueError if a field is not what it should be."""
         numbers = (self.pid, self.generation, self.peak, self.limit, self.left)
         others = (self.step, self.expected, self.killed_here, self.killed_anywhere)
-        texts = (self.started, self.space, self.machine)
+        texts = (self.started, self.space, self.machine, self.launcher)
         if not (
             all(isinstance(number, int | float) for number in numbers)
             and all(number is None or isinstance(number, int | float) for number in others)
@@ -111,6 +112,7 @@ class Lifeline:
             expected=None,
             killed_here=killed_in_container(self._root),
             killed_anywhere=killed_on_machine(),
+            launcher=os.environ.get(LAUNCHER, ""),
         )
         self._write(self._trace)
         thread = threading.Thread(target=self._keep, name="lifeline", daemon=True)
@@ -178,7 +180,9 @@ def is_alive(folder: Path, rank: int) -> bool | None:
 
 
 def living_ranks(folder: Path) -> dict[int, int] | None:
-    """Return the process of each rank that trains in a run's folder, by the number that it was started with.
+    """Return the process that stops each rank that trains in a run's folder, by the number that it was started with.
+
+    It is the launcher above the rank, such as `horizonml up`, or else the rank itself.
 
     Return None if nobody trains there, or if some of them cannot be seen from here.
     """
@@ -190,7 +194,8 @@ def living_ranks(folder: Path) -> dict[int, int] | None:
             return None
         if trace.space != process_space() or started_at(trace.pid) != trace.started:
             return None
-        found[int(path.stem.partition("-")[2])] = trace.pid
+        above = running(trace.launcher)
+        found[int(path.stem.partition("-")[2])] = trace.pid if above is None else above
     return found or None
 
 

@@ -144,7 +144,11 @@ def test_data_travels_to_who_accepts_it_and_a_stop_ends_the_run_for_all(devices:
     joiner = devices.start(1, "join", "--accept-data")
     joiner.says("the data is in")
     wait_for(lambda: len(devices.records(1, 1, "step")) > 5, "steps on the joiner")
-    host.process.send_signal(signal.SIGINT)
+    for device, name in ((1, "runs/digits"), (2, "digits on device-0")):  # one takes part in it, and the other does not
+        (row,) = devices.lab.run(device, sys.executable, "-m", "horizonml", "ls").stdout.splitlines()[2:]
+        assert re.match(rf"{name} .*running +\d.* 2 ", row), row
+    stopped = devices.lab.run(0, sys.executable, "-m", "horizonml", "stop", "runs")
+    assert "runs/digits has stopped after step " in stopped.stdout, stopped.stderr
     assert host.ends() == 130, host.text
     assert joiner.ends() == 0, joiner.text
     assert "the run is over: it was stopped on the device that started it" in joiner.text

@@ -220,7 +220,7 @@ def test_a_page_for_others_on_the_network_must_be_asked_for(tmp_path: Path) -> N
 
 
 def test_watch_finds_the_newest_run_and_refuses_what_is_none(tmp_path: Path) -> None:
-    from horizonml.cli.watch import find_run
+    from horizonml.cli.runs import find_run
 
     with pytest.raises(JobError, match="is not a folder"):
         find_run(tmp_path / "nothing")

@@ -26,7 +26,7 @@ from horizonml.rendezvous.discovery.multicast import Hearing, Interface, choose,
 from horizonml.rendezvous.discovery.records import FoundService
 from horizonml.security.tls import client_context, is_of_a_token
 from horizonml.security.token import TOKEN, Token
-from horizonml.text import some
+from horizonml.text import rough_time, some
 
 _PORTS_OF_UFW = "`sudo ufw allow 5353/udp && sudo ufw allow 29400:29402/tcp`"
 _ALLOW = "sudo firewall-cmd --permanent --add-service=mdns --add-port=29400-29402/tcp"
@@ -215,20 +215,13 @@ def explain_clocks(ahead: float | None, clock: float | None = None) -> str | Non
         wrong = f"This device's clock has not been set, it says {date}"
     elif ahead is not None and abs(ahead) > CLOCKS_DIFFER:
         direction = "ahead of" if ahead > 0 else "behind"
-        wrong = f"The service's clock is {_duration(abs(ahead))} {direction} this device's"
+        wrong = f"The service's clock is {rough_time(abs(ahead))} {direction} this device's"
     else:
         return None
     return (
         f"{wrong}: that keeps nobody from joining, but the times in a run's records will be wrong; "
         "`sudo timedatectl set-ntp true` sets a clock."
     )
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{seconds:.0f} seconds"
 
 
 _NO_ROUTE = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.EINVAL}

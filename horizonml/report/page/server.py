@@ -378,14 +378,16 @@ class StopHere:
         """Ask all ranks to stop, and return what happens now. Raises HorizonError if that cannot be done from here."""
         processes = living_ranks(self._folder)
         if processes is None:
-            raise HorizonError("no run is training there whose ranks are all processes of this machine and this user")
+            raise HorizonError(f"no rank of {self._folder} trains on this device, as far as can be seen from here")
         try:
-            for process in processes.values():
+            for process in set(processes.values()):
                 os.kill(process, signal.SIGTERM)
         except ProcessLookupError:
             return "The run is ending already."
         except PermissionError:
             raise HorizonError("the ranks belong to another user of this machine, who can stop them") from None
+        if 0 not in processes:
+            return "This device leaves the run after its step; the other devices go on."
         return "The run stops after its step, and saves a checkpoint from which the same command continues."
 
     def is_possible(self) -> bool:

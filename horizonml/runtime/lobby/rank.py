@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from horizonml.machine.code import python_module
 from horizonml.machine.network import METRICS, metrics_address
 from horizonml.machine.signals import LAUNCHER, launcher_name
-from horizonml.rendezvous.device_messages import JobOffer, Phase
+from horizonml.rendezvous.device_messages import JobOffer, Phase, RunProgress
 from horizonml.rendezvous.wire import read
 from horizonml.runtime.forkserver import start
 from horizonml.runtime.process import ENDING, TOLD_ABOVE, run_and_exit, why_it_failed
@@ -150,6 +150,7 @@ class Progress:
         self._told = 0.0
         self.first: float | None = None  # when the first step was done, in seconds since 1970
         self.step = 0
+        self._accuracy: float | None = None
 
     def look(self) -> str | None:
         """Return a line about the training now and then, and None otherwise."""
@@ -158,6 +159,8 @@ class Progress:
             if record.get("kind") == "step":
                 last = record
                 self.first = self.first or float(record["time"])
+            elif record.get("kind") == "evaluation":
+                self._accuracy = record.get("accuracy")
         if last is None:
             return None
         now = time.monotonic()
@@ -166,6 +169,12 @@ class Progress:
             return None
         self._told = now
         return f"step {self.step}, loss {last['loss']:.4f}, {last['batch'] / last['wall']:,.0f} samples/s"
+
+    def now(self) -> RunProgress:
+        """Return how far the training was at the last look."""
+        if self.first is None:
+            return RunProgress()
+        return RunProgress(self.step, self._accuracy, max(0.0, time.time() - self.first))
 
     def _new(self) -> list[dict[str, Any]]:
         try:
@@ -210,11 +219,11 @@ def main() -> None:
     identity = identify(os.environ, job.parallel.max_workers)
     assert identity is not None
     offer = read(JobOffer, second["offer"]) if second["offer"] is not None else None
-    lobby = _lobby(offer, job, identity.world_size) if offer is not None else None
+    lobby = _lobby(offer, job, identity.rank, identity.world_size) if offer is not None else None
     train_as_rank(job, identity, first["fresh"], metrics, stay=False, lobby=lobby)
 
 
-def _lobby(offer: JobOffer, job: Job, world_size: int) -> Lobby:
+def _lobby(offer: JobOffer, job: Job, rank: int, world_size: int) -> Lobby:
     """Return what lets new devices come to a run when the device that has offered it is gone."""
     from horizonml.rendezvous.devices import Devices
     from horizonml.rendezvous.discovery.service import Announcement
@@ -222,11 +231,16 @@ def _lobby(offer: JobOffer, job: Job, world_size: int) -> Lobby:
     from horizonml.runtime.command import token_of_rank
 
     token, most = token_of_rank(), job.parallel.max_workers or world_size
+    followed = Progress(job.run_folder, rank)
+
+    def progress() -> RunProgress:
+        followed.look()
+        return followed.now()
 
     def handlers(roster: Roster) -> Handlers:
         devices = Devices(
             offer.job, offer.name, job.digest(), offer.lineage, most, False,
-            run=offer.run, phase=Phase.STARTED, world_size=world_size, roster=roster,
+            progress=progress, run=offer.run, phase=Phase.STARTED, world_size=world_size, roster=roster,
         )  # fmt: skip
         return devices.handlers()
 

@@ -238,6 +238,7 @@ class Up:
         for rank, device in sorted(ranked.items()):
             shown.say(f"rank {rank} is {printable(device.beat.device.name)} ({device.host})")
         self._progress = Progress(self._folder, 0)
+        self._devices.progress = self._progress.now
         if self._child is not None:
             address = f"{own_address(self._devices.present(), self._settings.host)}:{self._port}"
             token = self._settings.token
