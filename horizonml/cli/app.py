@@ -11,6 +11,7 @@ from horizonml import __version__
 from horizonml.cli.bench import app as bench
 from horizonml.cli.checkpoints import checkpoints
 from horizonml.cli.cluster import app as cluster
+from horizonml.cli.doctor import doctor
 from horizonml.cli.export import evaluate, export, generate, predict
 from horizonml.cli.plan import plan
 from horizonml.cli.runs import logs, ls, stop
@@ -22,7 +23,7 @@ TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-
 
 _GROUPS = {
     "Train": "train init validate plan",
-    "Devices": "up join token rendezvous cluster",
+    "Devices": "up join doctor token rendezvous cluster",
     "Watch": "ls watch logs stop report bench",
     "Use": "evaluate predict generate export checkpoints",
 }
@@ -53,8 +54,8 @@ app = typer.Typer(
 
 
 for command in (
-    train, init, validate, plan, up, join, token, ls, watch, logs, stop, report, evaluate, predict, generate, export,
-    checkpoints,
+    train, init, validate, plan, up, join, doctor, token, ls, watch, logs, stop, report, evaluate, predict, generate,
+    export, checkpoints,
 ):  # fmt: skip
     app.command()(command)
 # What comes after a command to start belongs to that command.

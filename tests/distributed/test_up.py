@@ -141,6 +141,7 @@ def test_data_travels_to_who_accepts_it_and_a_stop_ends_the_run_for_all(devices:
     assert refused.ends() == 2, refused.text
     assert "data.path: book.txt is not in a folder that this device offers" in refused.text
     assert "horizonml join --accept-data" in refused.text
+    _look_at_the_way(devices)
     joiner = devices.start(1, "join", "--accept-data")
     joiner.says("the data is in")
     wait_for(lambda: len(devices.records(1, 1, "step")) > 5, "steps on the joiner")
@@ -153,6 +154,32 @@ def test_data_travels_to_who_accepts_it_and_a_stop_ends_the_run_for_all(devices:
     assert joiner.ends() == 0, joiner.text
     assert "the run is over: it was stopped on the device that started it" in joiner.text
     assert "a checkpoint is saved" in host.text
+
+
+def _look_at_the_way(devices: Devices) -> None:
+    """Device 2 looks at the way to device 0, which is in order, and then at one with faults."""
+    lab = devices.lab
+
+    def look() -> list[tuple[str, str, str]]:
+        done = lab.run(2, sys.executable, "-m", "horizonml", "doctor", "--peer", lab.addresses[0], "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads(done.stdout)["findings"]
+        return [
+            (one["check"], one["level"], one["what"]) for one in found if one["check"] in ("peer", "link", "network")
+        ]
+
+    fine = look()
+    assert [one[:2] for one in fine] == [("network", "ok"), ("peer", "ok"), ("link", "ok")], fine
+    assert "lets this device in" in fine[1][2]
+    lab.configure(0, "iptables -A INPUT -p tcp --dport 29401:29402 -j DROP")
+    lab.configure(2, "ip link set cable mtu 1280")
+    lab.slow_down(2, 8e6)
+    faulty = look()
+    assert [one[:2] for one in faulty if one[1] != "ok"] == [("network", "note"), ("link", "note"), ("peer", "warning")]
+    assert "and not on 29401, 29402" in faulty[-1][2]
+    lab.configure(0, "iptables -F")
+    lab.configure(2, "ip link set cable mtu 1500")
+    lab.slow_down(2, 1e9)
 
 
 @pytest.mark.parametrize("devices", [3], indirect=True)

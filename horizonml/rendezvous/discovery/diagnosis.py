@@ -155,7 +155,11 @@ def _silence(seen: Surroundings) -> list[str]:
         lines.append(f"Containers' networks were left out ({left}).")
     if seen.in_container:
         lines += _NO_HOST_NETWORK
-    lines += [_deaf(hearing, seen) for hearing in seen.heard if not hearing.works or not hearing.interface.multicast]
+    lines += [
+        explain_deaf(hearing, seen.firewalls)
+        for hearing in seen.heard
+        if not hearing.works or not hearing.interface.multicast
+    ]
     lines += _others(seen)
     lines += [f"On this device {firewall}." for firewall in seen.firewalls]
     if not seen.firewalls:
@@ -176,7 +180,7 @@ _NO_HOST_NETWORK = (
 )
 
 
-def _deaf(hearing: Hearing, seen: Surroundings) -> str:
+def explain_deaf(hearing: Hearing, firewalls: Sequence[str]) -> str:
     """Return what a device that does not hear itself on an interface can conclude from that."""
     interface, reason = hearing.interface, hearing.problem
     if not interface.multicast:
@@ -184,7 +188,7 @@ def _deaf(hearing: Hearing, seen: Surroundings) -> str:
             f"Multicast is switched off on {interface.name}: `sudo ip link set {interface.name} multicast on` switches "
             "it on."
         )
-    likely = "" if seen.firewalls else ", most likely by a firewall on this device"
+    likely = "" if firewalls else ", most likely by a firewall on this device"
     return (
         f"Multicast seems blocked on {interface.name}{likely}: a packet to UDP port 5353 did not come back to this "
         f"device itself ({reason})."

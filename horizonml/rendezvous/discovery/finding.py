@@ -117,7 +117,8 @@ class _Search:
             reasons = diagnose_peer(fitting[0].host, fitting[0].port, self._token) or reasons
         return (
             f"no run was found within {SECONDS:.0f} s\n{reasons}\n"
-            "`horizonml join --peer HOST` goes to a device's address without looking for it."
+            "`horizonml join --peer HOST` goes to a device's address without looking for it, and "
+            "`horizonml doctor --peer HOST` looks for what is in the way."
         )
 
     def _look(self, seconds: float) -> float | None:
