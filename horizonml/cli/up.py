@@ -249,6 +249,14 @@ def _token() -> Token:
 
 
 def join(
+    code: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CODE]",
+            help="The code that `horizonml up` shows, such as 7-lantern-orbit, for a device that has no token yet.",
+            show_default=False,
+        ),
+    ] = None,
     peer: Annotated[
         str | None,
         typer.Option(
@@ -297,8 +305,10 @@ def join(
 ) -> None:
     """Let this device take part in a run that `horizonml up` has begun on another one.
 
-    It finds the run by itself on its network. It contributes its processor and its memory, receives the job and, if you
-    agree, the data, and may join and leave at any time. Ctrl-C leaves after the step.
+    It finds the run by itself on its network, if it has the token of the device that runs `up`, or a code that this
+    device shows: the code is valid once, and gives this device the token for good. It contributes its processor and its
+    memory, receives the job and, if you agree, the data, and may join and leave at any time. Ctrl-C leaves after the
+    step.
 
     Print a systemd unit for a device that joins every run while nobody uses it:
 
@@ -320,11 +330,15 @@ def join(
         offered = [word for folder in data or () for word in ("--data", str(folder.absolute()))]
         _print_unit([*(option for option, wanted in chosen.items() if wanted), *offered], values)
         return
-    token = None if insecure or accepted() else find_token()
-    if token is None and not (insecure or accepted()):
-        _refuse_without_token()
     stop = StopRequest()
     with handling(stop.note):
+        if code is not None:
+            peer = _pair(code, peer, stop)
+            if peer is None:
+                return
+        token = None if insecure or accepted() else find_token()
+        if token is None and not (insecure or accepted()):
+            _refuse_without_token()
         courtesy = Courtesy(when_idle, max_temperature, on_mains, stop)
 
         def agrees(question: str) -> bool:
@@ -346,6 +360,32 @@ def join(
             _join_forever(joiner, place, courtesy, stop)
         else:
             _join_once(joiner, place, courtesy)
+
+
+def _pair(code: str, peer: str | None, stop: StopRequest) -> str | None:
+    """Take over the token of the device that offers a code, and return its address; None if this is stopped before.
+
+    Raises HorizonError.
+    """
+    import os
+
+    from horizonml.errors import SecurityError
+    from horizonml.rendezvous.pairing import find_and_pair
+    from horizonml.security.token import TOKEN, find_token, save_token, token_file
+
+    if os.environ.get(TOKEN):
+        raise SecurityError(f"${TOKEN} is set, and would be used instead of the token that a code gives; unset it")
+    found = find_and_pair(code, peer, lambda: stop.wanted)
+    if found is None:
+        return None
+    token, place = found
+    before, file = find_token(), token_file()
+    if before is not None and before.id != token.id:
+        kept = save_token(before, file.with_name(f"{file.name}.{before.id}"))
+        print(f"this device had another token ({before.id}), which is kept in {kept}", flush=True)
+    print(f"this device has the token of {place.name} ({token.id}) now, in {save_token(token, file)}", flush=True)
+    host = f"[{place.hosts[0]}]" if ":" in place.hosts[0] else place.hosts[0]
+    return f"{host}:{place.port}"
 
 
 def _join_once(joiner: Joiner, place: Callable[[], ServiceAddress | None], courtesy: Courtesy) -> None:
@@ -398,8 +438,9 @@ def _refuse_without_token() -> None:
     from horizonml.security.token import TOKEN, token_file
 
     raise SecurityError(
-        f"this device has no token; copy the one of the device that runs `horizonml up` (`horizonml token` says there "
-        f"where it is) to {token_file()}, with mode 600, or set ${TOKEN}; --insecure joins runs that have none"
+        "this device has no token; run `horizonml join CODE` with the code that `horizonml up` shows, or copy that "
+        f"device's token (`horizonml token` says where it is) to {token_file()}, with mode 600, or set ${TOKEN}; "
+        "--insecure joins runs that have none"
     )
 
 

@@ -122,6 +122,12 @@ class Client:
                 raise ServiceError(_MUTE) from None
             raise
 
+    @property
+    def certificate(self) -> bytes:
+        """Return the certificate that the service has shown, as DER."""
+        assert isinstance(self._socket, ssl.SSLSocket)
+        return self._socket.getpeercert(binary_form=True) or b""
+
     def ask(self, request: Fields, seconds: float = 2.0) -> Fields:
         """Return the answer to a request, within so many seconds.
 

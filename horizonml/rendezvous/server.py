@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from horizonml import __version__
 from horizonml.rendezvous.wire import (
@@ -59,10 +60,22 @@ class Peer:
     host: str = ""  # without the port
     state: dict[str, object] = field(default_factory=dict)  # of those who answer its requests
     stays: bool = False  # whether it may be silent for long, as a rank that trains
+    proven: bool = True  # whether it has shown the token, where there is one
 
 
 Answer = Callable[[], Fields | None]  # None as long as there is none. Raises ValueError to refuse in words
 Handler = Callable[[Peer, Fields], Answer]  # raises ValueError to refuse in words
+
+
+class Strangers(Protocol):
+    """What is done with clients that show no token."""
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """Return what accepts them, or None as long as nobody is accepted without a token."""
+
+    def handle(self, peer: Peer, fields: Fields) -> Answer:
+        """Answer a request. Raises ValueError to refuse in words."""
 
 
 @dataclass(eq=False)
@@ -96,12 +109,15 @@ class Server:
         tls: ssl.SSLContext | None,
         handler: Handler,
         greeting: Callable[[], Fields] = dict,
+        strangers: Strangers | None = None,
     ) -> None:
         """Let `handler` answer requests: it returns what is called until it has an answer.
 
-        Clients are told what the `greeting` says, such as `elsewhere`: where they find what they look for.
+        Clients are told what the `greeting` says, such as `elsewhere`: where they find what they look for. Those who
+        show no token are turned away, unless `strangers` answers them.
         """
         self._listener, self._tls, self._handler, self._greeting = listener, tls, handler, greeting
+        self._strangers = strangers
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -144,7 +160,7 @@ class Server:
                 self._make_room()
             return
         peer = Peer(f"{address[0]}:{address[1]}", str(address[0]))
-        strangers = [one for one in self._clients if not one.known]
+        strangers = [one for one in self._clients if not (one.known and one.peer.proven)]
         if len(strangers) >= _MOST_STRANGERS:  # whoever has most of them loses the oldest, and so no rank elsewhere
             greedy = Counter(one.peer.host for one in strangers).most_common(1)[0][0]
             self._drop(next(one for one in strangers if one.peer.host == greedy))
@@ -155,7 +171,8 @@ class Server:
         try:
             _prepare(connection)
             if self._tls is not None:
-                connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                tls = (self._strangers.tls if self._strangers is not None else None) or self._tls
+                connection = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         except OSError as error:  # it has gone already
             _log.debug("%s went away: %s", peer.address, error)
             connection.close()
@@ -174,8 +191,10 @@ class Server:
     def _go_on(self, client: _Client) -> None:
         try:
             if client.shaking:
-                client.socket.do_handshake()  # type: ignore[attr-defined]
+                assert isinstance(client.socket, ssl.SSLSocket)
+                client.socket.do_handshake()
                 client.shaking = False
+                client.peer.proven = client.socket.getpeercert(binary_form=True) is not None
             if client.answer:
                 self._write(client)
             while not client.answer and client in self._clients:
@@ -207,7 +226,7 @@ class Server:
             return
         line, found, rest = client.request.partition(b"\n")
         if not found:
-            if len(client.request) > (MOST_REQUEST if client.known else _MOST_HELLO):
+            if len(client.request) > (MOST_REQUEST if client.known and client.peer.proven else _MOST_HELLO):
                 self._refuse(client, "the request is too long")
             elif len(client.request) > _SMALL and self._is_full():
                 self._refuse(client, "other requests take all the room")
@@ -226,12 +245,13 @@ class Server:
         if not client.known:
             client.known = True
             greeting = {"protocol": PROTOCOL, "version": __version__, "time": time.time()}
-            self._answer(client, {**greeting, **self._greeting()})
+            self._answer(client, {**greeting, **(self._greeting() if client.peer.proven else {})})
             return
         self._ask(client, lambda: self._begin(client, fields))
 
     def _begin(self, client: _Client, fields: Fields) -> Fields | None:
-        client.waiting = self._handler(client.peer, fields)
+        handler = self._handler if client.peer.proven or self._strangers is None else self._strangers.handle
+        client.waiting = handler(client.peer, fields)
         return client.waiting()
 
     def _ask(self, client: _Client, give: Answer) -> None:
@@ -275,7 +295,8 @@ class Server:
         if client.last:
             self._drop(client)
             return
-        client.deadline = float("inf") if client.peer.stays else time.monotonic() + _IDLE_SECONDS
+        patience = _IDLE_SECONDS if client.peer.proven else _HELLO_SECONDS
+        client.deadline = float("inf") if client.peer.stays else time.monotonic() + patience
         self._want(client, selectors.EVENT_READ)
 
     def _is_full(self) -> bool:

@@ -59,7 +59,7 @@ from horizonml.rendezvous.messages import (
 )
 from horizonml.rendezvous.roster import Over, Roster
 from horizonml.rendezvous.roster import Verdict as Judgement
-from horizonml.rendezvous.server import Answer, Peer, Server
+from horizonml.rendezvous.server import Answer, Peer, Server, Strangers
 from horizonml.rendezvous.wire import MOST_ANSWER, Fields, fields_of, read
 from horizonml.text import printable
 
@@ -127,19 +127,19 @@ class Service:
     def __init__(
         self, listener: socket.socket, tls: ssl.SSLContext | None = None, settle: float = 0.0,
         handlers: Handlers | None = None, roster: Roster | None = None, files: str = "",
-        greeting: Callable[[], Fields] = dict,
+        greeting: Callable[[], Fields] = dict, strangers: Strangers | None = None,
     ) -> None:  # fmt: skip
         """Serve on a listening socket, which the service takes over; `handlers` answer further kinds of requests.
 
         No first meeting is held for `settle` seconds: a group may run here that met at the service before this one.
         A service that was started with a job's `files` serves no rank that was started with others: those files have
         been replaced, so such a rank is refused, and a group that runs with them is asked to stop. Whoever connects is
-        told what the `greeting` says.
+        told what the `greeting` says, and those who show no token are answered by `strangers`, if that is given.
         """
         self._files = files
         self.moves = False  # whether the ranks go to another service, so that nothing is judged here any more
         self.port = int(listener.getsockname()[1])
-        self._server = Server(listener, tls, self._handle, greeting)
+        self._server = Server(listener, tls, self._handle, greeting, strangers)
         self._roster = roster or Roster(time.monotonic() + settle)
         self._over = 0  # the generation whose end was logged last
         self._releases = set[str]()  # with whose ranks not everything is shared

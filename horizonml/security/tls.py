@@ -45,6 +45,20 @@ def client_context(token: Token) -> ssl.SSLContext:
     return context
 
 
+def any_context() -> ssl.SSLContext:
+    """Return what connects to a service with any token, of which it proves nothing: a pairing does that."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols([_PROTOCOL])
+    return context
+
+
+def certificate(token: Token) -> bytes:
+    """Return the certificate that all who have a token show, as DER."""
+    return ssl.PEM_cert_to_DER_cert(_pair(token)[1].decode())
+
+
 def is_of_a_token(certificate: bytes) -> bool:
     """Return whether a certificate (as DER) looks like that of a token, whichever; it proves nothing."""
     try:

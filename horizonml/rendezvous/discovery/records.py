@@ -49,6 +49,7 @@ class FoundService:
     version: str
     job: str
     addresses: tuple[str, ...]
+    pairing: int = 0  # the number of the codes that it offers to devices without a token; 0 if it offers none
 
 
 def instance(name: str) -> str:
@@ -61,10 +62,10 @@ def instance(name: str) -> str:
     return (plain[: _LABEL_BYTES - len(suffix)].rstrip("-") or "device") + suffix
 
 
-def text(name: str, token_id: str, version: str, job: str) -> dict[str, str]:
+def text(name: str, token_id: str, version: str, job: str, pairing: int = 0) -> dict[str, str]:
     """Return the text record of a service: all that is announced beside its addresses and its port."""
     shortened = {"name": plain(name, _MOST_NAME), "version": version[:_MOST_VERSION], "job": plain(job, _MOST_JOB)}
-    return {"format": _FORMAT, "token": token_id, **shortened}
+    return {"format": _FORMAT, "token": token_id, **shortened, **({"pairing": str(pairing)} if pairing else {})}
 
 
 def plain(text: str, most: int) -> str:
@@ -92,7 +93,9 @@ def read(
         raise ValueError("it has no address that this device could reach")
     name = _field(properties, "name", _MOST_NAME) or usable[0]
     version, job = _field(properties, "version", _MOST_VERSION), _field(properties, "job", _MOST_JOB)
-    return FoundService(name, usable[0], port, token_id, version, job, usable)
+    pairing = _field(properties, "pairing", 2)
+    offered = int(pairing) if pairing.isdecimal() else 0
+    return FoundService(name, usable[0], port, token_id, version, job, usable, offered)
 
 
 def order(addresses: Iterable[str], own: Sequence[Interface]) -> tuple[str, ...]:

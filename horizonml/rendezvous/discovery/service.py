@@ -63,6 +63,7 @@ class Announcement:
         name: str | None = None,
         version: str = __version__,
         host: str = "::",
+        pairing: int = 0,
     ) -> None:
         """Prepare to announce a service with this name, which is the host's unless given.
 
@@ -71,7 +72,7 @@ class Announcement:
         self.name = name or device_name()
         self.problem: str | None = None
         self._port, self._host = port, host
-        self._text = records.text(self.name, token_id, version, job)
+        self._text = records.text(self.name, token_id, version, job, pairing)
         self._instance = records.instance(self.name)
         self._ready, self._end = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="announcement", daemon=True)

@@ -25,6 +25,7 @@ from horizonml.rendezvous.device_messages import (
 from horizonml.rendezvous.devices import Device
 from horizonml.rendezvous.discovery.multicast import usable
 from horizonml.rendezvous.discovery.records import measure_gflops, this_device
+from horizonml.rendezvous.pairing import Pairing
 from horizonml.rendezvous.service import Service
 from horizonml.rendezvous.shared_files import FileServer
 from horizonml.runtime.lobby import terminal
@@ -95,6 +96,7 @@ class Up:
         if settings.name is not None:
             self._own = replace(self._own, name=settings.name)
         self._devices = self._offer.devices(settings.take_part, wanted, files, self._own.torch.partition("+")[0])
+        self._pairing = Pairing(settings.token) if settings.token is not None else None
         self._stop = StopRequest()
         self._child: Child | None = None
         self._measuring = threading.Thread(target=self._measure, name="speed", daemon=True)
@@ -155,7 +157,8 @@ class Up:
     def _serving(self, listener: socket.socket) -> Iterator[None]:
         token, over = self._settings.token, threading.Event()
         tls: ssl.SSLContext | None = server_context(token) if token is not None else None
-        service = Service(listener, tls, roster=self._devices.roster, handlers=self._devices.handlers())
+        devices = self._devices
+        service = Service(listener, tls, roster=devices.roster, handlers=devices.handlers(), strangers=self._pairing)
         thread = threading.Thread(target=service.run, args=(over.is_set,), name="rendezvous", daemon=True)
         thread.start()
         try:
@@ -170,7 +173,8 @@ class Up:
 
         token, name = self._settings.token, self._settings.name
         token_id = token.id if token is not None else ""
-        with Announcement(self._port, token_id, self._offer.name, name, host=self._host) as announced:
+        number = self._pairing.offer.number if self._pairing is not None else 0
+        with Announcement(self._port, token_id, self._offer.name, name, host=self._host, pairing=number) as announced:
             if announced.problem is not None:
                 where = f"horizonml join --peer ADDRESS:{self._port}"
                 print(f"devices cannot find this one by themselves ({announced.problem}); use `{where}` there")
@@ -189,7 +193,7 @@ class Up:
             while not self._stop.wanted:
                 loaded = self._child is None or self._child.loaded
                 present = self._devices.ready() - (not loaded)
-                shown.show(self._own, self._devices.present(), _hint(present, wanted))
+                shown.show(self._own, self._devices.present(), _hint(present, wanted) + self._offered_code())
                 self._check_child()
                 if terminal.typed(_LOOK_SECONDS) is not None:
                     self._started = True  # and never False, since the page may set it at any time
@@ -207,7 +211,13 @@ class Up:
                     )
             return False
         finally:
+            if self._pairing is not None:
+                self._pairing.offer.open = False
             shown.close()
+
+    def _offered_code(self) -> str:
+        code = self._pairing.offer.code() if self._pairing is not None else None
+        return f"; a device without the token joins by `horizonml join {code}`" if code is not None else ""
 
     def _measure(self) -> None:
         self._own = replace(self._own, gflops=measure_gflops())

@@ -1,0 +1,187 @@
+"""A device gets the token by a short code; whoever has another code, or stands in between, gets nothing."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+
+from horizonml.errors import RendezvousError, SecurityError
+from horizonml.rendezvous.client import Client, ServiceError, ServiceRefuses
+from horizonml.rendezvous.messages import Nothing
+from horizonml.rendezvous.pairing import Pairing, PairMessage, Proof, find_and_pair, pair
+from horizonml.rendezvous.service import Service
+from horizonml.rendezvous.wire import fields_of
+from horizonml.security.pairing import CODE_SECONDS, MOST_WRONG, DeviceHalf, CodeOffer, WrongCode, read_code, words
+from horizonml.security.tls import any_context, certificate, client_context, server_context
+from horizonml.security.token import make_token
+
+TOKEN = make_token()
+CERTIFICATE = certificate(TOKEN)
+
+
+def other_code(code: str) -> str:
+    """A code of the same number that is not this one."""
+    number, *shown = code.split("-")
+    return "-".join([number, *next(pair for pair in itertools.permutations(words(), 2) if [*pair] != shown)])
+
+
+def exchange(offer: CodeOffer, code: str, certificate: bytes = CERTIFICATE) -> str:
+    half = DeviceHalf(code, certificate)
+    begun = offer.begin(half.message)
+    proof, sealed = offer.finish(begun, half.prove(begun.message))
+    return half.open(proof, sealed).text
+
+
+def test_the_words_of_codes_differ_and_are_easy_to_type() -> None:
+    known = words()
+    assert len(known) == len(set(known)) >= 200
+    assert all(word.isascii() and word.isalpha() and word.islower() and 4 <= len(word) <= 8 for word in known)
+
+
+def test_a_code_is_read_as_people_type_it() -> None:
+    assert read_code("7-lantern-orbit") == read_code(" 7 Lantern  ORBIT ") == (7, "7-lantern-orbit")
+    with pytest.raises(SecurityError, match=r"no code has the word 'lantem'; did you mean 'lantern'\?"):
+        read_code("7-lantem-orbit")
+    for text in ("", "lantern-orbit", "7-lantern", "123-lantern-orbit", "7-lantern-orbit-orbit"):
+        with pytest.raises(SecurityError, match="is not a code such as 7-lantern-orbit"):
+            read_code(text)
+
+
+def test_a_code_gives_the_token_once() -> None:
+    offer = CodeOffer(TOKEN, CERTIFICATE)
+    code = offer.code()
+    assert code is not None
+    assert exchange(offer, code) == TOKEN.text
+    assert offer.code() not in (None, code)
+    with pytest.raises(ValueError, match="this is not the code that is shown"):
+        exchange(offer, code)
+
+
+def test_a_code_is_valid_for_five_minutes() -> None:
+    now = [0.0]
+    offer = CodeOffer(TOKEN, CERTIFICATE, lambda: now[0])
+    code = offer.code()
+    assert code is not None
+    half = DeviceHalf(code, CERTIFICATE)
+    begun = offer.begin(half.message)
+    now[0] = CODE_SECONDS - 1
+    assert offer.code() == code
+    now[0] = CODE_SECONDS
+    with pytest.raises(ValueError, match="this code is not valid any more"):
+        offer.finish(begun, half.prove(begun.message))
+    assert offer.code() != code
+
+
+def test_three_wrong_codes_end_the_offer() -> None:
+    offer = CodeOffer(TOKEN, CERTIFICATE)
+    code = offer.code()
+    assert code is not None
+    for left in reversed(range(MOST_WRONG)):
+        with pytest.raises(
+            ValueError, match=f"{left} more can be tried" if left else "no code is offered here any more"
+        ):
+            exchange(offer, other_code(code))
+    assert offer.code() is None
+    with pytest.raises(ValueError, match="no code is offered here any more"):
+        exchange(offer, code)
+
+
+def test_exchanges_that_stop_in_the_middle_are_bounded() -> None:
+    offer, message = CodeOffer(TOKEN, CERTIFICATE), DeviceHalf("7-lantern-orbit", CERTIFICATE).message
+    for _ in range(30):
+        offer.begin(message)
+    with pytest.raises(ValueError, match="no code is offered here any more"):
+        offer.begin(message)
+
+
+def test_who_stands_in_between_gets_nothing_from_either_side() -> None:
+    """It shows a certificate of its own to the device, and passes on what both say."""
+    offer = CodeOffer(TOKEN, CERTIFICATE)
+    code = offer.code()
+    assert code is not None
+    with pytest.raises(ValueError, match="this is not the code that is shown"):
+        exchange(offer, code, certificate(make_token()))
+    half = DeviceHalf(code, CERTIFICATE)  # a service that does not have the code is found out by the device
+    impostor = CodeOffer(make_token(), CERTIFICATE)
+    impostor.code()
+    begun = impostor.begin(half.message)
+    half.prove(begun.message)
+    with pytest.raises(WrongCode):
+        half.open(begun.proof, b"x" * 64)
+
+
+@pytest.mark.parametrize("message", [b"", b"x", b"A" + bytes(32), b"B" + bytes(32), b"A" + b"\xff" * 32])
+def test_messages_that_are_none_are_refused(message: bytes) -> None:
+    with pytest.raises(ValueError, match="this message does not begin a pairing"):
+        CodeOffer(TOKEN, CERTIFICATE).begin(message)
+    with pytest.raises(WrongCode):
+        DeviceHalf("7-lantern-orbit", CERTIFICATE).prove(message)
+
+
+@contextmanager
+def serving(pairing: Pairing | None) -> Iterator[int]:
+    listener, over = socket.create_server(("127.0.0.1", 0)), threading.Event()
+    service = Service(listener, server_context(TOKEN), strangers=pairing)
+    thread = threading.Thread(target=service.run, args=(over.is_set,))
+    thread.start()
+    try:
+        yield service.port
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_device_without_a_token_pairs_and_can_do_nothing_else() -> None:
+    pairing = Pairing(TOKEN)
+    code = pairing.offer.code()
+    assert code is not None
+    with serving(pairing) as port:
+        with closing(Client(("127.0.0.1", port), any_context())) as client:
+            for request in ({"do": "status"}, {"do": "ask", "id": 1}, fields_of(Proof("00"), "prove"), {"do": "job"}):
+                with pytest.raises(ServiceRefuses, match="a device without a token can only pair"):
+                    client.ask(request)
+            with pytest.raises(ServiceRefuses, match="does not begin a pairing"):
+                client.ask(fields_of(PairMessage("00"), "pair"))
+        with pytest.raises(SecurityError, match="this is not the code that is shown; 2 more can be tried"):
+            pair("127.0.0.1", port, other_code(code))
+        found = find_and_pair(code, f"127.0.0.1:{port}", lambda: False)
+        assert found is not None
+        assert (found[0].text, found[1].hosts, found[1].port) == (TOKEN.text, ("127.0.0.1",), port)
+        with closing(Client(("127.0.0.1", port), client_context(found[0]))) as client:  # as all who have it
+            client.ask(fields_of(Nothing(), "status"))
+
+
+def test_without_an_offer_nobody_gets_in_without_the_token() -> None:
+    pairing = Pairing(TOKEN)
+    code = pairing.offer.code()
+    assert code is not None
+    pairing.offer.open = False
+    for strangers in (pairing, None):
+        with (
+            serving(strangers) as port,
+            pytest.raises(RendezvousError, match="offers no code"),
+        ):
+            pair("127.0.0.1", port, code)
+
+
+def test_a_certificate_of_another_token_is_refused_also_while_a_code_is_offered() -> None:
+    pairing = Pairing(TOKEN)
+    with serving(pairing) as port, pytest.raises(ServiceError):
+        Client(("127.0.0.1", port), client_context(make_token()))
+
+
+def test_a_stranger_that_says_nothing_more_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horizonml.rendezvous.server._HELLO_SECONDS", 0.5)
+    with serving(Pairing(TOKEN)) as port, closing(Client(("127.0.0.1", port), any_context())) as client:
+        assert isinstance(client._socket, ssl.SSLSocket)
+        client._socket.settimeout(10.0)
+        begin = time.monotonic()
+        assert client._socket.recv(1) == b""
+        assert time.monotonic() - begin < 8.0
