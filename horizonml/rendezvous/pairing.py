@@ -21,7 +21,7 @@ from horizonml.rendezvous.discovery.service import browse
 from horizonml.rendezvous.server import Answer, Peer
 from horizonml.rendezvous.service import at_once
 from horizonml.rendezvous.wire import Fields, fields_of, matching, read
-from horizonml.security.pairing import DeviceHalf, CodeExchange, CodeOffer, WrongCode, read_code
+from horizonml.security.pairing import CodeExchange, CodeOffer, DeviceHalf, WrongCode, read_code
 from horizonml.security.tls import any_context, certificate, server_context
 from horizonml.security.token import Token
 
@@ -129,9 +129,8 @@ def pair(host: str, port: int, code: str) -> Token:
         raise SecurityError(f"{place}: {error}") from None
     except WrongCode:
         raise SecurityError(f"{place} does not have this code") from None
-    except Unwanted:  # it asks everyone for the token
-        raise RendezvousError(
-            f"{place} offers no code: `horizonml up` does so with a token, as long as it waits for devices"
-        ) from None
     except (ServiceError, ValueError) as error:
-        raise RendezvousError(f"{place} cannot be paired with: {error}") from None
+        why = "it asks for the token" if isinstance(error, Unwanted) else str(error)
+        raise RendezvousError(
+            f"{place} offers no code ({why}): `horizonml up` does so with a token, as long as it waits for devices"
+        ) from None

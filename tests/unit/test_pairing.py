@@ -18,7 +18,7 @@ from horizonml.rendezvous.messages import Nothing
 from horizonml.rendezvous.pairing import Pairing, PairMessage, Proof, find_and_pair, pair
 from horizonml.rendezvous.service import Service
 from horizonml.rendezvous.wire import fields_of
-from horizonml.security.pairing import CODE_SECONDS, MOST_WRONG, DeviceHalf, CodeOffer, WrongCode, read_code, words
+from horizonml.security.pairing import CODE_SECONDS, MOST_WRONG, CodeOffer, DeviceHalf, WrongCode, read_code, words
 from horizonml.security.tls import any_context, certificate, client_context, server_context
 from horizonml.security.token import make_token
 
