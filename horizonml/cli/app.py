@@ -15,15 +15,16 @@ from horizonml.cli.doctor import doctor
 from horizonml.cli.export import evaluate, export, generate, predict
 from horizonml.cli.plan import plan
 from horizonml.cli.runs import logs, ls, stop
+from horizonml.cli.tokens import devices, token
 from horizonml.cli.train import init, train, validate
-from horizonml.cli.up import join, rendezvous, token, up
+from horizonml.cli.up import join, rendezvous, up
 from horizonml.cli.watch import report, watch
 
 TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"
 
 _GROUPS = {
     "Train": "train init validate plan",
-    "Devices": "up join doctor token rendezvous cluster",
+    "Devices": "up join doctor devices token rendezvous cluster",
     "Watch": "ls watch logs stop report bench",
     "Use": "evaluate predict generate export checkpoints",
 }
@@ -54,8 +55,8 @@ app = typer.Typer(
 
 
 for command in (
-    train, init, validate, plan, up, join, doctor, token, ls, watch, logs, stop, report, evaluate, predict, generate,
-    export, checkpoints,
+    train, init, validate, plan, up, join, doctor, devices, token, ls, watch, logs, stop, report, evaluate,
+    predict, generate, export, checkpoints,
 ):  # fmt: skip
     app.command()(command)
 # What comes after a command to start belongs to that command.

@@ -1,4 +1,4 @@
-"""The commands by which devices meet: `horizonml up`, `join`, `rendezvous` and `token`."""
+"""The commands by which devices meet: `horizonml up`, `join` and `rendezvous`."""
 
 from __future__ import annotations
 
@@ -87,74 +87,6 @@ def rendezvous(
     code = serve_command(host, port or 0, advertise, command, insecure)
     if code:
         raise typer.Exit(code)
-
-
-def token(
-    show: Annotated[bool, typer.Option("--show", help="Print the token, and nothing else.")] = False,
-    rotate: Annotated[
-        bool, typer.Option("--rotate", help="Replace the token by a new one. Do this between runs, on one device.")
-    ] = False,
-    secret: Annotated[
-        str | None,
-        typer.Option(
-            "--secret",
-            metavar="JOB",
-            help="Print a Kubernetes Secret with a new token for this job, for `kubectl create -f -`.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """Make the token that lets devices train together, or say where it is.
-
-    Devices with the same token find each other, encrypt what they send, and let nobody else in. Make it once, on any
-    of them, and copy the file to the others:
-
-    \b
-        horizonml token
-        ssh pi@raspberry mkdir -p .config/horizonml
-        scp ~/.config/horizonml/token pi@raspberry:.config/horizonml/token
-
-    $HORIZONML_TOKEN, or a file that $HORIZONML_TOKEN_FILE names, takes precedence over that file.
-    """
-    import os
-
-    from horizonml.errors import SecurityError
-    from horizonml.security.token import TOKEN, TOKEN_FILE, find_token, make_token, save_token, token_file
-
-    if show + rotate + (secret is not None) > 1:
-        raise SecurityError("--show, --rotate and --secret exclude each other; give one of them")
-    if rotate:
-        if os.environ.get(TOKEN):
-            raise SecurityError(f"the token is in ${TOKEN}, which this command cannot change; set a new one there")
-        new = make_token()
-        print(f"a new token ({new.id}) is in {save_token(new)}; copy that file to the other devices")
-        return
-    if secret is not None:
-        print(_MANIFEST.format(name=secret, token=make_token().text), end="")
-        return
-    found, made = find_token(), False
-    if found is None:
-        if show:
-            raise SecurityError("there is no token yet; `horizonml token` makes one")
-        found, made = make_token(), True
-        save_token(found)
-    if show:
-        print(found.text)
-    else:
-        where = f"${TOKEN}" if os.environ.get(TOKEN) else str(token_file())
-        print(f"{'a new' if made else 'the'} token ({found.id}) is in {where}")
-        print(f"Copy it to the other devices, to the same place or to a file that ${TOKEN_FILE} names, with mode 600.")
-
-
-_MANIFEST = """\
-apiVersion: v1
-kind: Secret
-metadata:
-  name: {name}-token
-type: Opaque
-stringData:
-  token: {token}
-"""
 
 
 _AGAIN_SECONDS = 5.0  # after a run, or an error, until a device that always joins looks for the next one
@@ -383,7 +315,8 @@ def _pair(code: str, peer: str | None, stop: StopRequest) -> str | None:
     if before is not None and before.id != token.id:
         kept = save_token(before, file.with_name(f"{file.name}.{before.id}"))
         print(f"this device had another token ({before.id}), which is kept in {kept}", flush=True)
-    print(f"this device has the token of {place.name} ({token.id}) now, in {save_token(token, file)}", flush=True)
+    save_token(token, file)
+    print(f"this device is paired with {place.name}; its token ({token.id}) is in {file}", flush=True)
     host = f"[{place.hosts[0]}]" if ":" in place.hosts[0] else place.hosts[0]
     return f"{host}:{place.port}"
 

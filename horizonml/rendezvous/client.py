@@ -21,6 +21,7 @@ from horizonml.rendezvous.wire import (
     is_final,
     parse,
 )
+from horizonml.security.devices import REVOKED
 from horizonml.text import printable
 
 _MOST_TIME = 1e11  # seconds since 1970, which is far beyond any clock
@@ -91,6 +92,7 @@ class Client:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if tls is not None:
                 plain.settimeout(max(0.01, until - time.monotonic()))
+                REVOKED.refresh()
                 plain = tls.wrap_socket(plain)
             self._socket = plain
         except ssl.SSLError as error:
@@ -111,6 +113,7 @@ class Client:
             self.key = _said(greeting, "key")  # by which a standby is recognised; None for a service
             self.service = _said(greeting, "service")  # in whose place a standby is
             self.runs = greeting.get("runs") is True  # whether a group runs at that standby
+            REVOKED.learn(greeting.get("revoked"))
             theirs = greeting.get("time")
             # By how many seconds the service's clock is ahead of this one's, except for the way here; None if unknown.
             self.clock_ahead = theirs - time.time() if isinstance(theirs, float) and 0 <= theirs < _MOST_TIME else None

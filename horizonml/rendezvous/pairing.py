@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from horizonml.errors import HorizonError, RendezvousError, SecurityError
+from horizonml.machine.host import device_name
 from horizonml.rendezvous.client import Client, ServiceError, ServiceRefuses, Unwanted
 from horizonml.rendezvous.discovery.finding import SECONDS, ServiceAddress, at
 from horizonml.rendezvous.discovery.service import browse
 from horizonml.rendezvous.server import Answer, Peer
 from horizonml.rendezvous.service import at_once
-from horizonml.rendezvous.wire import Fields, fields_of, matching, read
+from horizonml.rendezvous.wire import Fields, fields_of, matching, read, text
+from horizonml.security.devices import PairedDevices
 from horizonml.security.pairing import CodeExchange, CodeOffer, DeviceHalf, WrongCode, read_code
 from horizonml.security.tls import any_context, certificate, server_context
 from horizonml.security.token import Token
@@ -43,6 +45,7 @@ class Proof:
     """Shows that a device has the code."""
 
     proof: Hex
+    name: Annotated[str, text(255)]  # of the device
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Pairing:
     """What a service does with devices that show no token."""
 
     def __init__(self, token: Token) -> None:
-        """CodeOffer codes for a token."""
-        self.offer = CodeOffer(token, certificate(token))
+        """Offer codes for the shared token. Raises SecurityError if it is one of a single device."""
+        self.offer = CodeOffer(certificate(token), PairedDevices(token).issue)
         self._tls = server_context(token)
         self._tls.verify_mode = ssl.CERT_OPTIONAL
 
@@ -76,16 +79,20 @@ class Pairing:
         exchange = peer.state.pop("pairing", None)
         if fields.get("do") != "prove" or not isinstance(exchange, CodeExchange):
             raise ValueError("a device without a token can only pair: `horizonml join CODE`")
-        proof, sealed = self.offer.finish(exchange, bytes.fromhex(read(Proof, fields).proof))
+        asked = read(Proof, fields)
+        try:
+            proof, sealed = self.offer.finish(exchange, bytes.fromhex(asked.proof), asked.name)
+        except SecurityError as error:
+            raise ValueError(str(error)) from None
         return at_once(Paired(proof.hex(), sealed.hex()))
 
 
-def find_and_pair(text: str, peer: str | None, stop: Callable[[], bool]) -> tuple[Token, ServiceAddress] | None:
+def find_and_pair(words: str, peer: str | None, stop: Callable[[], bool]) -> tuple[Token, ServiceAddress] | None:
     """Return the token of the device that offers a code, and where that is; None if `stop` says so.
 
     It is looked for on the network, unless `peer` names it. Raises RendezvousError, SecurityError and JobError.
     """
-    number, code = read_code(text)
+    number, code = read_code(words)
     if peer is not None:
         found = [at(peer)]
     else:
@@ -123,7 +130,7 @@ def pair(host: str, port: int, code: str) -> Token:
             half = DeviceHalf(code, client.certificate)
             answer = client.ask(fields_of(PairMessage(half.message.hex()), "pair"), _SECONDS)
             proof = half.prove(bytes.fromhex(read(PairMessage, answer).message))
-            paired = read(Paired, client.ask(fields_of(Proof(proof.hex()), "prove"), _SECONDS))
+            paired = read(Paired, client.ask(fields_of(Proof(proof.hex(), device_name()), "prove"), _SECONDS))
             return half.open(bytes.fromhex(paired.proof), bytes.fromhex(paired.sealed))
     except ServiceRefuses as error:
         raise SecurityError(f"{place}: {error}") from None

@@ -34,6 +34,7 @@ from horizonml.rendezvous.wire import (
     is_plain,
     parse,
 )
+from horizonml.security.devices import REVOKED
 from horizonml.text import printable
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Peer:
     state: dict[str, object] = field(default_factory=dict)  # of those who answer its requests
     stays: bool = False  # whether it may be silent for long, as a rank that trains
     proven: bool = True  # whether it has shown the token, where there is one
+    serial: int = 0  # of the certificate that it has shown
 
 
 Answer = Callable[[], Fields | None]  # None as long as there is none. Raises ValueError to refuse in words
@@ -132,6 +134,7 @@ class Server:
 
     def turn(self, seconds: float) -> None:
         """Serve whoever sends something within so many seconds."""
+        REVOKED.refresh()
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._accept()
@@ -141,6 +144,8 @@ class Server:
             if client.waiting is not None:
                 self._ask(client, client.waiting)
         now = time.monotonic()
+        for client in [one for one in self._clients if one.peer.serial in REVOKED]:
+            self._drop(client, "the token of this device was revoked")
         for client in [one for one in self._clients if one.deadline < now]:
             self._drop(client, "" if client.known else "it said nothing in time")
 
@@ -194,7 +199,9 @@ class Server:
                 assert isinstance(client.socket, ssl.SSLSocket)
                 client.socket.do_handshake()
                 client.shaking = False
-                client.peer.proven = client.socket.getpeercert(binary_form=True) is not None
+                shown = client.socket.getpeercert()  # None where no certificate was asked for
+                client.peer.proven = bool(shown)
+                client.peer.serial = int(str(shown["serialNumber"]), 16) if shown else 0
             if client.answer:
                 self._write(client)
             while not client.answer and client in self._clients:
@@ -245,7 +252,8 @@ class Server:
         if not client.known:
             client.known = True
             greeting = {"protocol": PROTOCOL, "version": __version__, "time": time.time()}
-            self._answer(client, {**greeting, **(self._greeting() if client.peer.proven else {})})
+            more = {**self._greeting(), "revoked": REVOKED.text()} if client.peer.proven else {}
+            self._answer(client, greeting | more)
             return
         self._ask(client, lambda: self._begin(client, fields))
 

@@ -264,6 +264,8 @@ def explain_tls(error: ssl.SSLError) -> str:
     reason = (error.reason or str(error)).upper()
     if "DID_NOT_RETURN_A_CERTIFICATE" in reason:
         return "it shows no token"
+    if "REVOKED" in reason or "revoked" in str(error):
+        return "a token that was revoked; `horizonml join CODE` gives this device another one"
     if "WRONG_VERSION_NUMBER" in reason or "HTTP" in reason or "RECORD_LAYER" in reason:
         return "it does not encrypt, so it has no token (--insecure), or is something else"
     if "CERTIFICATE" in reason or "UNKNOWN_CA" in reason:

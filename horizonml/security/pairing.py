@@ -1,4 +1,4 @@
-"""Pairing: a device gets the token from another one, because its user types a short code such as 7-lantern-orbit.
+"""Pairing: a device gets a token of its own, because its user types a short code such as 7-lantern-orbit.
 
 The code is no key: whoever heard the exchange, or took part in it with a wrong code, could try all codes afterwards. So
 both sides run SPAKE2 (RFC 9382, of the library `spake2`), from which each party learns whether the other one has the
@@ -93,8 +93,8 @@ class DeviceHalf:
 class CodeOffer:
     """The side of a device that has the token: one code after the other, each of which is valid once."""
 
-    token: Token
     certificate: bytes  # of the service, as DER
+    issue: Callable[[str], Token]  # makes a token for a device with a name
     clock: Callable[[], float] = time.monotonic
     number: int = field(default_factory=lambda: 1 + secrets.randbelow(_MOST_NUMBER))  # of all its codes
     wrong: int = 0
@@ -122,8 +122,8 @@ class CodeOffer:
         self._begun += 1
         return CodeExchange(self, code, message)
 
-    def finish(self, exchange: CodeExchange, proof: bytes) -> tuple[bytes, bytes]:
-        """Return this side's proof and the sealed token for a device that proves its code. Raises ValueError."""
+    def finish(self, exchange: CodeExchange, proof: bytes, name: str) -> tuple[bytes, bytes]:
+        """Return this side's proof and a sealed token for a device that proves its code. Raises ValueError."""
         if exchange.code != self._code or self.code() != exchange.code:
             raise ValueError("this code is not valid any more; take the one that is shown now")
         if not hmac.compare_digest(proof, exchange.expected):
@@ -131,8 +131,9 @@ class CodeOffer:
             left = MOST_WRONG - self.wrong
             more = f"{left} more can be tried" if left else "no code is offered here any more"
             raise ValueError(f"this is not the code that is shown; {more}")
+        token = self.issue(name)
         self._code, self.paired = "", self.paired + 1
-        return exchange.proof, ChaCha20Poly1305(exchange.seal).encrypt(_NONCE, self.token.text.encode(), None)
+        return exchange.proof, ChaCha20Poly1305(exchange.seal).encrypt(_NONCE, token.text.encode(), None)
 
 
 class CodeExchange:

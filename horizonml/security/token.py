@@ -1,4 +1,7 @@
-"""The token: the one secret that the devices of a cluster share, and that lets a process take part.
+"""The token: the secret that lets a process take part.
+
+All devices of a cluster may have the same one, the shared token. A device that was paired has one of its own, which was
+issued by a device that has the shared one (see `devices`), and can be revoked without the others noticing.
 
 A token is always generated. One that people think up could be guessed offline from the certificate that the service
 shows to everyone who connects (see `tls`); 160 random bits cannot.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import hmac
 import os
 import secrets
 import stat
@@ -27,6 +31,8 @@ _SECRET_BYTES = 20
 _CHECK_CHARACTERS = 4  # of base32, 5 bits each
 _LENGTH = len(_PREFIX) + _SECRET_BYTES * 8 // 5 + _CHECK_CHARACTERS
 _MOST_FILE = 4096  # bytes
+_OWN_PREFIX = "hmd-"  # of a device's own token: its random bits, the identifier, two certificates, and a checksum
+_ID_BYTES, _CHECK_BYTES = 4, 4
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,43 @@ class Token:
     @property
     def secret(self) -> bytes:
         """Return the 160 random bits."""
+        if self.is_own:
+            return self._content[:_SECRET_BYTES]
         return base64.b32decode(self.text[len(_PREFIX) : -_CHECK_CHARACTERS].upper())
 
     @property
     def id(self) -> str:
-        """Return what tells two tokens apart, 8 hexadecimal characters, from which none can be found."""
+        """Return what tells two clusters apart, 8 hexadecimal characters, from which no token can be found."""
+        if self.is_own:
+            return self._content[_SECRET_BYTES : _SECRET_BYTES + _ID_BYTES].hex()
         return hashlib.sha256(b"horizonml token id\0" + self.secret).hexdigest()[:8]
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether it is one device's own, and not the shared token."""
+        return self.text.startswith(_OWN_PREFIX)
+
+    @property
+    def certificates(self) -> tuple[bytes, bytes]:
+        """Return the certificate of a device's own token and that of the shared token, which has signed it, as DER."""
+        content = self._content[_SECRET_BYTES + _ID_BYTES : -_CHECK_BYTES]
+        size = int.from_bytes(content[:2], "big")
+        return content[2 : 2 + size], content[2 + size :]
+
+    @property
+    def _content(self) -> bytes:
+        text = self.text[len(_OWN_PREFIX) :]
+        return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+
+
+def own_token(secret: bytes, shared: Token, certificate: bytes, signer: bytes) -> Token:
+    """Return the token of one device, with its certificate and that of the shared token, as DER."""
+    content = secret + bytes.fromhex(shared.id) + len(certificate).to_bytes(2, "big") + certificate + signer
+    return Token(_OWN_PREFIX + base64.urlsafe_b64encode(content + _check(content)).decode().rstrip("="))
+
+
+def _check(content: bytes) -> bytes:
+    return hashlib.sha256(b"horizonml token check\0" + content).digest()[:_CHECK_BYTES]
 
 
 def make_token() -> Token:
@@ -54,6 +91,8 @@ def make_token() -> Token:
 def parse_token(text: str, source: str = "the token") -> Token:
     """Return the token that a text stands for. Raises SecurityError, which names the `source` but not the text."""
     found = text.strip()
+    if found.startswith(_OWN_PREFIX):
+        return _parse_own(found, source)
     advice = "`horizonml token` makes one, and `horizonml token --show` prints it on the device that has it"
     if not found.startswith(_PREFIX):
         raise SecurityError(f"{source} does not begin with {_PREFIX}, so it is not a token of HorizonML; {advice}")
@@ -68,6 +107,17 @@ def parse_token(text: str, source: str = "the token") -> Token:
     if token is None or not secrets.compare_digest(token.text.encode(), found.encode()):
         raise SecurityError(f"{source} is mistyped: its last characters do not fit the others; copy it again")
     return token
+
+
+def _parse_own(text: str, source: str) -> Token:
+    try:
+        content = Token(text)._content
+        intact = hmac.compare_digest(_check(content[:-_CHECK_BYTES]), content[-_CHECK_BYTES:])
+    except ValueError:
+        intact = False
+    if not intact:
+        raise SecurityError(f"{source} is mistyped or cut off: its end does not fit the rest; copy it again")
+    return Token(text)
 
 
 def find_token(env: Mapping[str, str] | None = None) -> Token | None:

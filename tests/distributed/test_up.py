@@ -145,10 +145,10 @@ def test_data_travels_to_who_accepts_it_and_a_stop_ends_the_run_for_all(devices:
     (devices.lab.homes[1] / ".config" / "horizonml" / "token").unlink()
     code = re.findall(r"joins by `horizonml join (\d+-[a-z]+-[a-z]+)`", host.text)[-1]
     wrong = devices.start(1, "join", f"{code.partition('-')[0]}-lantern-orbit")
-    assert wrong.ends() == 1, wrong.text
+    assert wrong.ends() == 2, wrong.text
     assert "this is not the code that is shown; 2 more can be tried" in wrong.text
     joiner = devices.start(1, "join", code, "--accept-data")
-    joiner.says("this device has the token of device-0")
+    joiner.says("this device is paired with device-0")
     joiner.says("the data is in")
     wait_for(lambda: len(devices.records(1, 1, "step")) > 5, "steps on the joiner")
     for device, name in ((1, "runs/digits"), (2, "digits on device-0")):  # one takes part in it, and the other does not

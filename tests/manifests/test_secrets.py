@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from horizonml.cli.up import _MANIFEST
+from horizonml.cli.tokens import _MANIFEST
 from horizonml.job.schema import Job
 from horizonml.kube.render import ManifestSettings, render, secret
 from horizonml.security.token import make_token, parse_token

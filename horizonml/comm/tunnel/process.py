@@ -34,6 +34,7 @@ from horizonml.comm.tunnel.addresses import (
     vouch,
 )
 from horizonml.comm.tunnel.ends import Pipe, PlainEnd, SecureEnd
+from horizonml.security.devices import REVOKED
 from horizonml.security.tls import client_context, server_context
 from horizonml.security.token import Token, parse_token
 
@@ -183,6 +184,7 @@ class Carrier:
     async def _reach_tunnel(self, connection: socket.socket, where: Address, target: Target) -> SecureEnd:
         """Connect with another machine's tunnel, and name the target; the answer is to come. Raises OSError."""
         connection.setblocking(False)
+        REVOKED.refresh()
         await self._loop.sock_connect(connection, where[1])
         far = SecureEnd(connection, self._client, False)
         await far.handshake()
@@ -191,6 +193,7 @@ class Carrier:
 
     def _accept(self) -> None:
         assert self._listener is not None
+        REVOKED.refresh()
         for _ in range(16):
             try:
                 connection, source = self._listener.accept()

@@ -96,7 +96,7 @@ class Up:
         if settings.name is not None:
             self._own = replace(self._own, name=settings.name)
         self._devices = self._offer.devices(settings.take_part, wanted, files, self._own.torch.partition("+")[0])
-        self._pairing = Pairing(settings.token) if settings.token is not None else None
+        self._pairing = Pairing(settings.token) if settings.token is not None and not settings.token.is_own else None
         self._stop = StopRequest()
         self._child: Child | None = None
         self._measuring = threading.Thread(target=self._measure, name="speed", daemon=True)
