@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from horizonml.doctor.device import Finding
+    from horizonml.machine.checkup import Finding
 
 _WIDTH = 20  # columns before what was found
 
@@ -36,7 +36,7 @@ def doctor(
     from dataclasses import asdict
 
     from horizonml import __version__
-    from horizonml.doctor.device import Finding, Level
+    from horizonml.machine.checkup import Finding, Level
     from horizonml.text import count
 
     found = list[Finding]()
@@ -57,17 +57,16 @@ def doctor(
 
 
 def _findings(peer: str | None, folder: Path) -> Iterator[Finding]:
-    from horizonml.doctor.device import DEVICE_CHECKS, Patient
-    from horizonml.doctor.network import NETWORK_CHECKS
-    from horizonml.doctor.network import peer as look_at_peer
+    from horizonml.machine.checkup import DEVICE_CHECKS, Patient
+    from horizonml.rendezvous.discovery import checkup
     from horizonml.rendezvous.discovery.finding import at
 
     patient = Patient(folder=folder)
     place = at(peer) if peer is not None else None
-    for check in (*DEVICE_CHECKS, *NETWORK_CHECKS):
+    for check in (*DEVICE_CHECKS, *checkup.NETWORK_CHECKS):
         yield from check(patient)
     if place is not None:
-        yield from look_at_peer(patient, place)
+        yield from checkup.peer(patient, place.hosts[0], place.port)
 
 
 def _show(one: Finding) -> None:

@@ -34,9 +34,7 @@ def enough(found):
     return bool(wanted) and sorted(name for name, *_ in seen) == wanted
 print(json.dumps([dataclasses.asdict(found) for found in browse(float(sys.argv[1]), enough)]))
 """
-EXPLAIN = (
-    "from horizonml.rendezvous.discovery.diagnosis import explain_nobody; print(explain_nobody([], '0123abcd', '1.0'))"
-)
+EXPLAIN = "from horizonml.rendezvous.discovery.checkup import explain_silence; print(*explain_silence(), sep='\\n')"
 PEER = """
 import sys
 from horizonml.rendezvous.discovery.diagnosis import diagnose_peer
@@ -152,7 +150,7 @@ def test_a_stranger_can_neither_confuse_a_browse_nor_hide_the_others(lab: Lab) -
 def test_a_device_without_a_network_and_one_with_docker_s_alone_say_so(lab: Lab) -> None:
     lab.configure(LATE, f"ip link set {CABLE} down")
     assert browse(lab, LATE, 0.5) == []
-    assert explain(lab, LATE).startswith("No network interface of this device is up")
+    assert explain(lab, LATE).startswith("no network interface is up and has an address")
     lab.configure(LATE, "ip link add docker0 type bridge")
     lab.configure(LATE, "ip addr add 172.17.0.1/16 dev docker0")
     lab.configure(LATE, "ip link add veth0 type veth peer name veth1")
@@ -162,7 +160,7 @@ def test_a_device_without_a_network_and_one_with_docker_s_alone_say_so(lab: Lab)
     for name in ("veth0", "veth1", "docker0"):
         lab.configure(LATE, f"ip link set {name} up")
     deadline = time.monotonic() + 20
-    while "Only docker0" not in (said := explain(lab, LATE)):
+    while "only docker0" not in (said := explain(lab, LATE)):
         assert time.monotonic() < deadline, f"docker0 is not up within 20 s: {said}"
         time.sleep(0.2)
     process = lab.start(LATE, sys.executable, "-c", ANNOUNCE, "29400", "0123abcd", "digits")

@@ -33,7 +33,6 @@ TABLE: dict[str, set[str]] = {
     "profiling": {"comm", "data", "engine", "job", "machine", "models", "plan", "planner", "spec", "state"},
     "telemetry": {"engine", "job", "machine", "plan", "spec"},
     "rendezvous": {"machine", "security"},
-    "doctor": {"machine", "rendezvous", "security"},
     "runtime": {
         "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "security",
         "spec", "state", "tasks", "telemetry",
@@ -45,7 +44,7 @@ TABLE: dict[str, set[str]] = {
         "tasks", "telemetry",
     },
     "cli": {
-        "api", "comm", "doctor", "job", "kube", "machine", "models", "plan", "planner", "profiling", "rendezvous",
+        "api", "comm", "job", "kube", "machine", "models", "plan", "planner", "profiling", "rendezvous",
         "report", "runtime", "security", "spec", "state", "telemetry",
     },
     "__main__": {"cli"},

@@ -7,14 +7,13 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horizonml.rendezvous.discovery import records
-from horizonml.rendezvous.discovery.diagnosis import Surroundings, explain_clocks, explain_nobody, find_firewalls
-from horizonml.rendezvous.discovery.multicast import Hearing, Interface, choose, reachable, read_interfaces
+from horizonml.rendezvous.discovery.diagnosis import explain_clocks, explain_misfits
+from horizonml.rendezvous.discovery.multicast import Interface, choose, reachable, read_interfaces
 from horizonml.rendezvous.discovery.records import FoundService
 from horizonml.rendezvous.discovery.service import _Search
 
@@ -165,7 +164,7 @@ def test_services_with_one_name_get_distinct_names() -> None:
 
 
 def explain(*found: FoundService, token: str = "0123abcd") -> str:
-    return explain_nobody(found, token, "1.0", Surroundings((Hearing(ETH),)))
+    return "\n".join(explain_misfits(found, token, "1.0"))
 
 
 def changed(**changes: str) -> FoundService:
@@ -188,37 +187,6 @@ def test_a_service_that_does_not_fit_is_named_with_the_reason() -> None:
     assert "There are 4 more services" in said
 
 
-def silent(**changes: object) -> str:
-    return explain_nobody([], "0123abcd", "1.0", Surroundings(**{"heard": (Hearing(ETH),), **changes}))
-
-
-def test_where_nobody_is_found_the_networks_are_named_and_what_to_do() -> None:
-    assert silent(heard=()).startswith("No network interface of this device is up")
-    assert "--network host" in silent(heard=(), in_container=True)
-    said = silent(left_out=(DOCKER,))
-    assert "No device announces itself on eth0 (192.168.1.5, fe80::5%eth0)." in said
-    assert "left out (docker0)" in said
-    assert "`horizonml join --peer HOST`" in said
-    assert "UDP port 5353 and TCP ports 29400 to 29402" in said
-    assert "Only" not in said
-    assert "Only docker0 is up, which containers of this device alone are on" in silent(heard=(Hearing(DOCKER),))
-    assert "container with a network of its own" in silent(in_container=True)
-
-
-def test_multicast_that_does_not_come_back_is_said() -> None:
-    deaf = (Hearing(ETH, "nothing came back"),)
-    said = silent(heard=deaf)
-    assert "Multicast seems blocked on eth0, most likely by a firewall on this device" in said
-    assert "(nothing came back)" in said
-    wall = ("ufw is active; let in what is needed: `sudo ufw allow 5353/udp`",)
-    assert "On this device ufw is active; let in what is needed: `sudo ufw" in silent(heard=deaf, firewalls=wall)
-    off = Interface("eth0", ("192.168.1.5",), multicast=False)
-    assert "`sudo ip link set eth0 multicast on`" in silent(heard=(Hearing(off),))
-    assert "No other device of any kind was heard, although this device hears itself" in silent()
-    said = silent(heard=(Hearing(ETH, None, ("192.168.1.1", "192.168.1.7")),))
-    assert "Multicast works, since other devices were heard (192.168.1.1, 192.168.1.7)" in said
-
-
 def test_clocks_are_compared() -> None:
     assert explain_clocks(59.0) is None
     assert "The service's clock is 61 seconds ahead of this device's" in str(explain_clocks(61.0))
@@ -232,18 +200,6 @@ def put(root: Path, **files: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     return root
-
-
-def test_a_firewall_that_is_switched_on_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    running: list[SimpleNamespace] = []
-    monkeypatch.setattr(psutil, "process_iter", lambda names: iter(running))
-    put(tmp_path, **{"etc__ufw__ufw.conf": "# comment\nENABLED=no\n"})
-    assert find_firewalls(tmp_path) == ()
-    put(tmp_path, **{"etc__ufw__ufw.conf": "# comment\nENABLED=yes\n"})
-    running.append(SimpleNamespace(info={"name": "firewalld"}))
-    ufw, firewalld = find_firewalls(tmp_path)
-    assert "`sudo ufw allow 5353/udp && sudo ufw allow 29400:29402/tcp`" in ufw
-    assert "sudo firewall-cmd --permanent --add-service=mdns --add-port=29400-29402/tcp" in firewalld
 
 
 def answered(number: int) -> SimpleNamespace:

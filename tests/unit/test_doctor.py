@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from horizonml.doctor import device, network
-from horizonml.doctor.device import DEVICE_CHECKS, Check, Finding, Level, Patient
-from horizonml.rendezvous.discovery.finding import at
+from horizonml.machine import checkup as device
+from horizonml.machine.checkup import DEVICE_CHECKS, Check, Finding, Level, Patient
+from horizonml.rendezvous.discovery import checkup as network
 from horizonml.rendezvous.discovery.multicast import Hearing, Interface
 from horizonml.security.token import make_token
 from tests.commands import command
@@ -62,7 +62,7 @@ DEVICES: list[tuple[Mapping[str, str], Check, str, str]] = [
     ({"proc/loadavg": "999.0 1.0 1.0 1/100 1"}, device.speed, "note", "busy already (a load of 999.0"),
     ({"sys/fs/cgroup/pids.max": "64"}, device.limits, "warning", "only 64 processes"),
     ({"sys/fs/cgroup/cpu.max": "10000 100000"}, device.limits, "warning", "0.1 cores are hardly enough"),
-    ({"etc/ufw/ufw.conf": "ENABLED=yes\n"}, network.firewall, "note", "ufw is active"),
+    ({"etc/ufw/ufw.conf": "# comment\nENABLED=yes\n"}, network.firewall, "note", "ufw is active"),
 ]  # fmt: skip
 
 
@@ -97,11 +97,10 @@ def test_a_device_without_faults_has_none(tmp_path: Path) -> None:
     healthy = meminfo(3 * GIB) | {"proc/cpuinfo": "flags : fpu avx2", "proc/loadavg": "0.1 0.1 0.1 1/9 9"}
     lay_out(tmp_path, healthy)
     script = answers(tmp_path, "echo '[\"2.13.0+cpu\", null, false, 0.1]'")
-    env = {"HORIZONML_TOKEN": make_token().text}
-    patient = Patient(tmp_path, "x86_64", tmp_path / "runs", env, ("sh", script))
+    patient = Patient(tmp_path, "x86_64", tmp_path / "runs", {}, ("sh", script))
     found = [one for check in DEVICE_CHECKS for one in check(patient)]
     assert [one for one in found if one.level is not Level.OK] == []
-    assert [one.check for one in found] == ["software", "processor", "PyTorch", "memory", "disk", "token"]
+    assert [one.check for one in found] == ["software", "processor", "PyTorch", "memory", "disk"]
 
 
 def answers(folder: Path, *lines: str) -> str:
@@ -162,7 +161,7 @@ def test_a_disk_that_is_full_slow_or_read_only_is_named(tmp_path: Path, monkeypa
 def test_few_open_files_are_named() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
-        "from horizonml.doctor.device import Patient, limits\n"
+        "from horizonml.machine.checkup import Patient, limits\n"
         "print(*(one.what for one in limits(Patient())))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -179,11 +178,13 @@ def test_what_is_wrong_with_a_token_is_named(tmp_path: Path) -> None:
     env = {"HORIZONML_TOKEN_FILE": str(file)}
     file.write_text(make_token().text)
     file.chmod(0o644)
-    only(device.secret(Patient(env=env)), "problem", "others may read the token")
+    only(network.secret(Patient(env=env)), "problem", "others may read the token")
     only(
-        device.secret(Patient(env={"HORIZONML_TOKEN": "hml-mistyped"})), "problem", "has 12 characters, and a token has"
+        network.secret(Patient(env={"HORIZONML_TOKEN": "hml-mistyped"})),
+        "problem",
+        "has 12 characters, and a token has",
     )
-    only(device.secret(Patient(env={"XDG_CONFIG_HOME": str(tmp_path / "none")})), "note", "this device has no token")
+    only(network.secret(Patient(env={"XDG_CONFIG_HOME": str(tmp_path / "none")})), "note", "this device has no token")
 
 
 WIFI, CABLE = Interface("wlan0", ("192.168.1.5",)), Interface("eth0", ("192.168.1.6",))
@@ -212,9 +213,34 @@ def test_what_is_wrong_with_a_network_card_is_named(
     only(network.interface(Patient(tmp_path)), level, words)
 
 
-def test_a_device_without_a_network_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_a_network_or_with_one_of_its_own_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(network, "interfaces", list)
     only(network.interface(Patient()), "problem", "no network interface is up")
+    docker = Interface("docker0", ("172.17.0.1",))
+    monkeypatch.setattr(network, "interfaces", lambda: [docker])
+    monkeypatch.setattr(network, "route_to", lambda host, port: ("172.17.0.1", "lo"))
+    only(network.interface(Patient()), "warning", "only docker0 is up")
+    monkeypatch.setattr(network, "interfaces", lambda: [CABLE])
+    lay_out(tmp_path, {".dockerenv": "", "sys/class/net/eth0/iflink": "7", "sys/class/net/eth0/ifindex": "2"})
+    only(network.container(Patient(tmp_path)), "warning", "this is a container with a network of its own")
+    lay_out(tmp_path, {"sys/class/net/eth0/iflink": "2"})  # that of its machine
+    assert list(network.container(Patient(tmp_path))) == []
+
+
+def test_a_firewall_that_is_running_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out(tmp_path, {"etc/ufw/ufw.conf": "# comment\nENABLED=no\n"})
+    monkeypatch.setattr(psutil, "process_iter", lambda names: iter([SimpleNamespace(info={"name": "firewalld"})]))
+    (one,) = network.firewall(Patient(tmp_path))
+    assert (one.what, "firewall-cmd --permanent --add-service=mdns" in one.fix) == ("firewalld is running", True)
+
+
+def test_a_device_that_finds_nobody_is_told_why_in_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "hear", lambda interfaces, seconds: [Hearing(CABLE, "nothing came back")])
+    said = "\n".join(network.explain_silence())
+    assert "multicast seems blocked on eth0: a packet to UDP port 5353 did not come back (nothing came back)" in said
+    assert "UDP port 5353 and TCP ports 29400 to 29402" in said
 
 
 def test_a_port_that_is_taken_is_named_with_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,8 +255,8 @@ def test_a_port_that_is_taken_is_named_with_who_has_it(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("heard", "level", "words"),
     [
-        (Hearing(CABLE, "it got lost"), "warning", "Multicast seems blocked on eth0"),
-        (Hearing(Interface("eth0", CABLE.ipv4, multicast=False)), "warning", "Multicast is switched off on eth0"),
+        (Hearing(CABLE, "it got lost"), "warning", "multicast seems blocked on eth0"),
+        (Hearing(Interface("eth0", CABLE.ipv4, multicast=False)), "warning", "multicast is switched off on eth0"),
         (Hearing(CABLE), "note", "this device hears itself by multicast, and no other"),
         (Hearing(CABLE, None, ("192.168.1.9",)), "ok", "other devices were heard (192.168.1.9)"),
     ],
@@ -250,8 +276,8 @@ def test_a_clock_that_was_never_set_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_peer_that_is_not_there_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    only(network.peer(Patient(env={}), at(f"127.0.0.1:{port}")), "problem", "nothing listens on port")
-    only(network.peer(Patient(env={}), at("no-such-host.invalid")), "problem", "does not resolve")
+    only(network.peer(Patient(env={}), "127.0.0.1", port), "problem", "nothing listens on port")
+    only(network.peer(Patient(env={}), "no-such-host.invalid", 29400), "problem", "does not resolve")
 
 
 def test_the_command_says_what_it_has_found_and_ends_with_1_for_a_problem(

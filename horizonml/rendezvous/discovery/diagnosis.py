@@ -1,113 +1,37 @@
-"""Says in sentences why a device finds no other that it could train with, and what to do about it.
-
-The same is said of a service at a known address (`horizonml join --peer HOST`) that cannot be used.
-"""
+"""Says in sentences why a device cannot join a service that it has found, or whose address it was told."""
 
 from __future__ import annotations
 
 import datetime
 import errno
 import ipaddress
-import re
 import socket
 import ssl
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from horizonml import __version__
 from horizonml.machine.network import route_to
 from horizonml.rendezvous.client import Client, ServiceError, ServiceRefuses
-from horizonml.rendezvous.discovery.multicast import Hearing, Interface, choose, interfaces, listen
 from horizonml.rendezvous.discovery.records import FoundService
 from horizonml.security.tls import client_context, is_of_a_token
 from horizonml.security.token import TOKEN, Token
-from horizonml.text import rough_time, some
-
-_PORTS_OF_UFW = "`sudo ufw allow 5353/udp && sudo ufw allow 29400:29402/tcp`"
-_ALLOW = "sudo firewall-cmd --permanent --add-service=mdns --add-port=29400-29402/tcp"
-_PORTS_OF_FIREWALLD = f"`{_ALLOW} && sudo firewall-cmd --reload`"
-
-
-def find_firewalls(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the firewalls that seem to be in the way, in words, with the commands that open what is needed.
-
-    The rules of iptables and nftables themselves are not read: only an administrator may, and devices join as users.
-    """
-    found = []
-    with suppress(OSError):
-        if re.search(r"^ENABLED=yes\b", (root / "etc/ufw/ufw.conf").read_text(), re.M | re.I):
-            found.append(f"ufw is active; let in what is needed: {_PORTS_OF_UFW}")
-    if any(process.info["name"] == "firewalld" for process in psutil.process_iter(["name"])):
-        found.append(f"firewalld is running; let in what is needed: {_PORTS_OF_FIREWALLD}")
-    return tuple(found)
-
+from horizonml.text import rough_time
 
 CLOCKS_DIFFER = 60.0  # seconds
 _OLDEST = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC).timestamp()  # before this, a clock has not been set
-_CONTAINER = (".dockerenv", "run/.containerenv")
 _MOST_NAMED = 5
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What a device sees of its network: where it has looked, what it has heard, and what is in the way."""
+def explain_misfits(found: Sequence[FoundService], token_id: str, version: str) -> list[str]:
+    """Return why this device can join none of the services that it has found, one sentence on each line.
 
-    heard: tuple[Hearing, ...]  # of each interface that was tried
-    left_out: tuple[Interface, ...] = ()
-    firewalls: tuple[str, ...] = ()
-    in_container: bool = False  # with a network of its own
-
-
-def look_around(seconds: float = 1.5) -> Surroundings:
-    """Return what this device sees of its network, after listening for some seconds."""
-    found = interfaces()
-    tried = choose(found)
-    return Surroundings(
-        heard=tuple(listen(tried, seconds)),
-        left_out=tuple(interface for interface in found if interface not in tried),
-        firewalls=find_firewalls(),
-        in_container=_in_container(tried),
-    )
-
-
-def _in_container(tried: Sequence[Interface], root: Path = Path("/")) -> bool:
-    """Return whether this is a container that has a network of its own: one end of a cable whose other end is outside.
-
-    A container in the network of its machine has the machine's interfaces, which are no such ends.
-    """
-    if not any((root / file).exists() for file in _CONTAINER):
-        return False
-    links = [root / "sys/class/net" / interface.name for interface in tried]
-    return all(_number(link / "iflink") != _number(link / "ifindex") for link in links)
-
-
-def _number(file: Path) -> str | None:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return None
-
-
-def explain_nobody(
-    found: Sequence[FoundService], token_id: str, version: str, surroundings: Surroundings | None = None
-) -> str:
-    """Return why this device has found no service that it can join, in sentences, one on each line.
-
-    `found` are those that a browse has found all the same. `token_id` and `version` are this device's, the former empty
-    without a token. Unless `surroundings` are given, it looks around first, which takes 2 s.
+    `token_id` and `version` are this device's, the former empty without a token.
     """
     lines = [_why_not(service, token_id, version) for service in found[:_MOST_NAMED]]
     if len(found) > _MOST_NAMED:
         lines.append(f"There are {len(found) - _MOST_NAMED} more services that this device cannot join.")
-    if not found:
-        lines += _silence(look_around() if surroundings is None else surroundings)
-    clocks = explain_clocks(None)
-    return "\n".join([*lines, *([clocks] if clocks is not None else [])])
+    return lines
 
 
 def _why_not(service: FoundService, token_id: str, version: str) -> str:
@@ -133,78 +57,6 @@ def _why_not(service: FoundService, token_id: str, version: str) -> str:
         f"{place} has this device's token and version but did not let it join: a firewall there may close port "
         f"{service.port}, or what announced it has ended."
     )
-
-
-def _silence(seen: Surroundings) -> list[str]:
-    if not seen.heard:
-        return [
-            "No network interface of this device is up and has an address, except the loopback interface.",
-            "Connect it to the network of the other devices by cable or Wi-Fi.",
-            *(_NO_HOST_NETWORK if seen.in_container else ()),
-        ]
-    names = ", ".join(str(hearing.interface) for hearing in seen.heard)
-    lines = [f"No device announces itself on {names}."]
-    virtual = [hearing.interface.name for hearing in seen.heard if hearing.interface.virtual]
-    if len(virtual) == len(seen.heard):
-        lines.append(
-            f"Only {some(virtual)} {'is' if len(virtual) == 1 else 'are'} up, which containers of this device alone "
-            "are on: connect the device to the network of the others."
-        )
-    if seen.left_out:
-        left = some([interface.name for interface in seen.left_out])
-        lines.append(f"Containers' networks were left out ({left}).")
-    if seen.in_container:
-        lines += _NO_HOST_NETWORK
-    lines += [
-        explain_deaf(hearing, seen.firewalls)
-        for hearing in seen.heard
-        if not hearing.works or not hearing.interface.multicast
-    ]
-    lines += _others(seen)
-    lines += [f"On this device {firewall}." for firewall in seen.firewalls]
-    if not seen.firewalls:
-        lines.append(
-            "Whether a firewall of this device is in the way, only its administrator can see: run `sudo iptables -S` "
-            "or `sudo nft list ruleset`."
-        )
-    lines.append(
-        "Check that `horizonml up JOB` runs on one device of the same network, and that its firewall lets in UDP port "
-        "5353 and TCP ports 29400 to 29402."
-    )
-    lines.append("If the network does not pass multicast, name that device: `horizonml join --peer HOST`.")
-    return lines
-
-
-_NO_HOST_NETWORK = (
-    "This is a container with a network of its own, which multicast does not leave: start it with `--network host`.",
-)
-
-
-def explain_deaf(hearing: Hearing, firewalls: Sequence[str]) -> str:
-    """Return what a device that does not hear itself on an interface can conclude from that."""
-    interface, reason = hearing.interface, hearing.problem
-    if not interface.multicast:
-        return (
-            f"Multicast is switched off on {interface.name}: `sudo ip link set {interface.name} multicast on` switches "
-            "it on."
-        )
-    likely = "" if firewalls else ", most likely by a firewall on this device"
-    return (
-        f"Multicast seems blocked on {interface.name}{likely}: a packet to UDP port 5353 did not come back to this "
-        f"device itself ({reason})."
-    )
-
-
-def _others(seen: Surroundings) -> list[str]:
-    heard = list(dict.fromkeys(address for hearing in seen.heard for address in hearing.others))
-    if heard:
-        return [f"Multicast works, since other devices were heard ({some(heard)}); none of them announces a job."]
-    if any(hearing.works for hearing in seen.heard):
-        return [
-            "No other device of any kind was heard, although this device hears itself: its network may keep devices "
-            "apart, as a guest Wi-Fi or a switch does that blocks multicast (client isolation, IGMP snooping)."
-        ]
-    return []
 
 
 def explain_clocks(ahead: float | None, clock: float | None = None) -> str | None:

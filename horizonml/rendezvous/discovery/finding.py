@@ -20,8 +20,9 @@ from horizonml.rendezvous.client import Client, ServiceError
 from horizonml.rendezvous.device_messages import (
     JobOffer,
 )
-from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_nobody
-from horizonml.rendezvous.discovery.records import FoundService
+from horizonml.rendezvous.discovery.checkup import explain_silence
+from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_clocks, explain_misfits
+from horizonml.rendezvous.discovery.records import PORT, FoundService
 from horizonml.rendezvous.discovery.service import browse
 from horizonml.rendezvous.messages import (
     Nothing,
@@ -112,9 +113,12 @@ class _Search:
 
     def explain(self) -> str:
         """Return why there is no run."""
-        fitting, reasons = self._fitting(), explain_nobody(self._found, self._token_id, __version__)
+        fitting, misfits = self._fitting(), explain_misfits(self._found, self._token_id, __version__)
+        reasons = "\n".join(misfits or explain_silence())
         if len(fitting) == 1 and len(self._found) == 1:
             reasons = diagnose_peer(fitting[0].host, fitting[0].port, self._token) or reasons
+        clocks = explain_clocks(None)
+        reasons += f"\n{clocks}" if clocks is not None else ""
         return (
             f"no run was found within {SECONDS:.0f} s\n{reasons}\n"
             "`horizonml join --peer HOST` goes to a device's address without looking for it, and "
@@ -163,7 +167,6 @@ def words(service: FoundService) -> str:
     return printable(f"{service.name} at {service.host}:{service.port}{job}")
 
 
-PORT, STANDBY_PORT = 29400, 29402  # of the service, and of those that ranks keep in reserve, unless the job says more
 MOST_AT_ONCE = 64  # addresses that are tried at the same time
 PROOF_SECONDS = 4.0  # for an address to show the token, and say which run is there
 _MOST_TRIES = 2  # of one address, which may be slow the first time

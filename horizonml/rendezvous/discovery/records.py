@@ -26,6 +26,7 @@ from horizonml.rendezvous.device_messages import (
 from horizonml.rendezvous.discovery.multicast import Interface, reachable
 from horizonml.rendezvous.wire import shown
 
+PORT, STANDBY_PORT = 29400, 29402  # of the service, and of those that ranks keep in reserve, unless the job says more
 TYPE = "_horizonml._tcp.local."
 MOST_ADDRESSES = 8  # of one service
 _FORMAT = "1"  # of the text record

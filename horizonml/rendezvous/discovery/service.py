@@ -44,7 +44,7 @@ def browse(
     """Return the services that announce themselves within some seconds, by name.
 
     It returns as soon as `enough` is true of one of them, or `stop` says so. It returns 256 at most, and those that are
-    `wanted` rather than others. Where it finds nothing, `diagnosis.explain_nobody` says why.
+    `wanted` rather than others. Where it finds nothing, `checkup.explain_silence` says why.
     """
     return asyncio.run(_Search(enough, wanted).run(seconds, stop))
 

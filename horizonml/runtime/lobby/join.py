@@ -26,8 +26,8 @@ from horizonml.rendezvous.device_messages import (
 )
 from horizonml.rendezvous.devices import DeviceHeartbeat, measure_link
 from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_clocks
-from horizonml.rendezvous.discovery.finding import STANDBY_PORT, ServiceAddress
-from horizonml.rendezvous.discovery.records import this_device
+from horizonml.rendezvous.discovery.finding import ServiceAddress
+from horizonml.rendezvous.discovery.records import STANDBY_PORT, this_device
 from horizonml.runtime.lobby.offer import CalledAway, JoinPreparation, JoinSettings, confinement, job_text, take_folder
 from horizonml.runtime.lobby.rank import Child, Progress, secret
 from horizonml.runtime.lobby.view import device_words

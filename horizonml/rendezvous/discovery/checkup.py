@@ -12,18 +12,19 @@ from typing import Any
 
 import psutil
 
-from horizonml.doctor.device import Finding, Level, Patient
 from horizonml.errors import SecurityError
+from horizonml.machine.checkup import Finding, Level, Patient
 from horizonml.machine.network import AddressProbe, listen, route_to
+from horizonml.machine.sensors import text
 from horizonml.rendezvous.client import Client, ServiceError
 from horizonml.rendezvous.device_messages import LinkRates
 from horizonml.rendezvous.devices import measure_link
-from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_clocks, explain_deaf, find_firewalls
-from horizonml.rendezvous.discovery.finding import PORT, STANDBY_PORT, ServiceAddress
-from horizonml.rendezvous.discovery.multicast import Hearing, choose, interfaces
+from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_clocks
+from horizonml.rendezvous.discovery.multicast import choose, interfaces
 from horizonml.rendezvous.discovery.multicast import listen as hear
+from horizonml.rendezvous.discovery.records import PORT, STANDBY_PORT
 from horizonml.security.tls import client_context
-from horizonml.security.token import find_token
+from horizonml.security.token import find_token, token_file
 from horizonml.text import human_seconds, some
 
 _ANYWHERE = "198.51.100.1"  # an address for documentation, to which nothing is sent (RFC 5737)
@@ -57,6 +58,11 @@ def interface(patient: Patient, host: str = _ANYWHERE) -> Iterator[Finding]:
     words = "Wi-Fi" if wireless else f"{card.speed} Mbit/s" if card.speed else "of unknown speed"
     more = f"; also up: {some([str(one) for one in others])}" if others else ""
     yield Finding("network", Level.OK, f"training goes over {name} ({words}){more}")
+    if all(one.virtual for one in useful):
+        yield Finding(
+            "network", Level.WARNING, f"only {some([one.name for one in useful])} is up",
+            "nothing but containers of this device is on it", "connect this device to the network of the others",
+        )  # fmt: skip
     yield from _card(patient, name, card, wireless)
     if wireless and (cables := [one.name for one in others if not one.virtual]):
         yield Finding(
@@ -118,37 +124,91 @@ def _owner(port: int) -> str | None:
     return None
 
 
+_OPEN = (
+    ("ufw is active", "sudo ufw allow 5353/udp && sudo ufw allow 29400:29402/tcp"),
+    (
+        "firewalld is running",
+        "sudo firewall-cmd --permanent --add-service=mdns --add-port=29400-29402/tcp && sudo firewall-cmd --reload",
+    ),
+)
+
+
 def firewall(patient: Patient) -> Iterator[Finding]:
-    """Look for a firewall that is active."""
-    for words in find_firewalls(patient.root):
-        what, _, fix = words.partition("; ")
+    """Look for a firewall that is active.
+
+    The rules of iptables and nftables are not read: only an administrator may, and devices join as users.
+    """
+    ufw = re.search(r"^ENABLED=yes\b", patient.read("etc/ufw/ufw.conf"), re.M | re.I) is not None
+    firewalld = any(process.info["name"] == "firewalld" for process in psutil.process_iter(["name"]))
+    for found, (what, fix) in zip((ufw, firewalld), _OPEN, strict=True):
+        if found:
+            yield Finding("firewall", Level.NOTE, what, "it may keep the other devices out", fix)
+
+
+def container(patient: Patient) -> Iterator[Finding]:
+    """Look for a container that has a network of its own: one end of a cable whose other end is outside."""
+    if not any((patient.root / name).exists() for name in (".dockerenv", "run/.containerenv")):
+        return
+    links = [patient.root / "sys/class/net" / one.name for one in choose(interfaces())]
+    if all(text(link / "iflink") != text(link / "ifindex") for link in links):
         yield Finding(
-            "firewall", Level.NOTE, what, "it may keep the other devices out", fix.partition(": ")[2].strip("`")
-        )
+            "network", Level.WARNING, "this is a container with a network of its own",
+            "multicast does not leave it, and others do not reach it", "start it with `--network host`",
+        )  # fmt: skip
 
 
 def multicast(patient: Patient) -> Iterator[Finding]:
     """Listen for other devices, and whether this one hears itself."""
     heard = hear(choose(interfaces()), _EAR_SECONDS)
     for one in heard:
-        if not one.works or not one.interface.multicast:
+        name = one.interface.name
+        if not one.interface.multicast:
             yield Finding(
-                "multicast", Level.WARNING, explain_deaf(one, find_firewalls(patient.root)).rstrip("."),
-                "devices find each other by it", "horizonml join --peer HOST   # does without it",
+                "multicast", Level.WARNING, f"multicast is switched off on {name}", "devices find each other by it",
+                f"sudo ip link set {name} multicast on",
             )  # fmt: skip
-    if any(one.works for one in heard):
-        yield _others(heard)
+        elif not one.works:
+            yield Finding(
+                "multicast", Level.WARNING,
+                f"multicast seems blocked on {name}: a packet to UDP port 5353 did not come back ({one.problem})",
+                "devices find each other by it, and a firewall of this device is the usual reason",
+                "sudo iptables -S; sudo nft list ruleset   # shows its rules",
+            )  # fmt: skip
+    others = sorted({address for one in heard for address in one.others})
+    if others:
+        yield Finding("multicast", Level.OK, f"multicast works; other devices were heard ({some(others)})")
+    elif any(one.works for one in heard):
+        yield Finding(
+            "multicast", Level.NOTE, "this device hears itself by multicast, and no other device",
+            "a guest Wi-Fi, or a switch, may keep devices apart (client isolation, IGMP snooping)",
+            "horizonml join --peer HOST   # does without multicast",
+        )  # fmt: skip
 
 
-def _others(heard: list[Hearing]) -> Finding:
-    addresses = sorted({address for one in heard for address in one.others})
-    if addresses:
-        return Finding("multicast", Level.OK, f"multicast works; other devices were heard ({some(addresses)})")
-    return Finding(
-        "multicast", Level.NOTE, "this device hears itself by multicast, and no other device",
-        "a guest Wi-Fi, or a switch, may keep devices apart (client isolation, IGMP snooping)",
-        "horizonml join --peer HOST   # does without it",
-    )  # fmt: skip
+def explain_silence() -> list[str]:
+    """Return what may be the reason why this device hears of no service, one sentence on each line."""
+    patient = Patient()
+    found = [one for check in (interface, container, multicast, firewall) for one in check(patient)]
+    return [str(one) for one in found if one.level is not Level.OK] + [
+        "check that `horizonml up JOB` runs on one device of the same network, and that its firewall lets in UDP port "
+        "5353 and TCP ports 29400 to 29402"
+    ]
+
+
+def secret(patient: Patient) -> Iterator[Finding]:
+    """Look at the token."""
+    try:
+        token = find_token(patient.env)
+    except SecurityError as error:
+        yield Finding("token", Level.PROBLEM, str(error), "no device lets this one in")
+        return
+    if token is None:
+        yield Finding(
+            "token", Level.NOTE, "this device has no token", "`horizonml join` needs that of the device that runs `up`",
+            f"copy {token_file(patient.env)} from there, or make one here: horizonml token",
+        )  # fmt: skip
+    else:
+        yield Finding("token", Level.OK, f"token {token.id}")
 
 
 def time_of_day(patient: Patient) -> Iterator[Finding]:
@@ -158,9 +218,9 @@ def time_of_day(patient: Patient) -> Iterator[Finding]:
         yield Finding("clock", Level.WARNING, wrong.rstrip("."))
 
 
-def peer(patient: Patient, place: ServiceAddress) -> Iterator[Finding]:
+def peer(patient: Patient, host: str, port: int) -> Iterator[Finding]:
     """Look at the way to another device, and at the service there."""
-    host, port, there = place.hosts[0], place.port, f"{place.hosts[0]}:{place.port}"
+    there = f"{host}:{port}"
     try:
         token = find_token(patient.env)
     except SecurityError:
@@ -221,4 +281,4 @@ def _way(host: str, port: int) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-NETWORK_CHECKS = (interface, ports, firewall, multicast, time_of_day)
+NETWORK_CHECKS = (secret, interface, container, ports, firewall, multicast, time_of_day)

@@ -21,11 +21,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from horizonml import __version__
-from horizonml.errors import SecurityError
 from horizonml.machine.host import available_cores, killed_on_machine, processor_name
 from horizonml.machine.sensors import clock, number, text
 from horizonml.machine.signals import explain_signal
-from horizonml.security.token import find_token, token_file
 from horizonml.text import human_bytes, printable
 
 _GIB = 1 << 30
@@ -67,6 +65,11 @@ class Finding:
     what: str
     why: str = ""
     fix: str = ""
+
+    def __str__(self) -> str:
+        """Return all of it in one line."""
+        why = f": {self.why}" if self.why else ""
+        return f"{self.what}{why}" + (f"; {self.fix}" if self.fix else "")
 
 
 @dataclass(frozen=True)
@@ -336,20 +339,4 @@ def limits(patient: Patient) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def secret(patient: Patient) -> Iterator[Finding]:
-    """Look at the token."""
-    try:
-        token = find_token(patient.env)
-    except SecurityError as error:
-        yield Finding("token", Level.PROBLEM, str(error), "no device lets this one in")
-        return
-    if token is None:
-        yield Finding(
-            "token", Level.NOTE, "this device has no token", "`horizonml join` needs that of the device that runs `up`",
-            f"copy {token_file(patient.env)} from there, or make one here: horizonml token",
-        )  # fmt: skip
-    else:
-        yield Finding("token", Level.OK, f"token {token.id}")
-
-
-DEVICE_CHECKS: tuple[Check, ...] = (software, processor, pytorch, memory, disk, speed, limits, secret)
+DEVICE_CHECKS: tuple[Check, ...] = (software, processor, pytorch, memory, disk, speed, limits)
