@@ -70,10 +70,11 @@ test-slow: setup ## Run the tests that take long: faults, slow links, benches, a
 unit: setup ## Run the fast tests, without ranks
 	@"$(BIN)/python" -m pytest tests/unit
 
-lint: setup ## Check style and types
+lint: setup ## Check style, types and workflows
 	@"$(BIN)/ruff" check .
 	@"$(BIN)/ruff" format --check .
 	@"$(BIN)/mypy"
+	@"$(BIN)/zizmor" --offline --quiet .github
 
 format: setup ## Put the code into the project's style
 	@"$(BIN)/ruff" check --fix .
