@@ -14,6 +14,7 @@ from horizonml.cli.cluster import app as cluster
 from horizonml.cli.doctor import doctor
 from horizonml.cli.export import evaluate, export, generate, predict
 from horizonml.cli.plan import plan
+from horizonml.cli.relay import relay
 from horizonml.cli.runs import logs, ls, stop
 from horizonml.cli.tokens import devices, token
 from horizonml.cli.train import init, train, validate
@@ -24,7 +25,7 @@ TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-
 
 _GROUPS = {
     "Train": "train init validate plan",
-    "Devices": "up join doctor devices token rendezvous cluster",
+    "Devices": "up join relay doctor devices token rendezvous cluster",
     "Watch": "ls watch logs stop report bench",
     "Use": "evaluate predict generate export checkpoints",
 }
@@ -55,7 +56,7 @@ app = typer.Typer(
 
 
 for command in (
-    train, init, validate, plan, up, join, doctor, devices, token, ls, watch, logs, stop, report, evaluate,
+    train, init, validate, plan, up, join, relay, doctor, devices, token, ls, watch, logs, stop, report, evaluate,
     predict, generate, export, checkpoints,
 ):  # fmt: skip
     app.command()(command)

@@ -14,6 +14,7 @@ from horizonml.cli.options import Device, JobFile, MeasureAgain, Overrides, load
 
 if TYPE_CHECKING:
     from horizonml.job.schema import Job
+    from horizonml.machine.relay import Relay
     from horizonml.machine.signals import StopRequest
     from horizonml.machine.yielding import Courtesy
     from horizonml.rendezvous.discovery.finding import ServiceAddress
@@ -94,6 +95,13 @@ Name = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Name of this device in the run. Default: its host name.", show_default=False),
 ]
+AtRelay = Annotated[
+    str | None,
+    typer.Option(
+        "--relay", metavar="HOST[:PORT]", help="Meet through `horizonml relay` there, from other networks.",
+        show_default=False,
+    ),
+]  # fmt: skip
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Do without a token: any stranger who reaches the port can take part.")
 ]
@@ -130,6 +138,7 @@ def up(
         bool, typer.Option("--page", help="Serve a page about the run on this machine, as `horizonml watch` does.")
     ] = False,
     page_port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port of the page.")] = 8400,
+    relay: AtRelay = None,
     insecure: Insecure = False,
 ) -> None:
     """Train a job with all devices that join.
@@ -138,6 +147,7 @@ def up(
     token, and they need neither the job file nor a rank or an address. Training starts when you press Enter, or when
     --workers N devices are ready, and goes on when devices join or leave.
     """
+    from horizonml.errors import JobError
     from horizonml.rendezvous.device_messages import (
         RunOutcome,
     )
@@ -148,12 +158,26 @@ def up(
     token = None if insecure or accepted() else _token()
     if token is None:
         print("warning: there is no token, so any stranger who reaches this device can take part", file=sys.stderr)
-    settings = UpSettings(job, token, workers, name, host, port, train, share_data, fresh, page and token is not None)
-    run = Up(settings)
+    at = _relay(relay)
+    if at is not None and (token is None or port != 29400):
+        raise JobError("--relay: devices need a token there, and meet at port 29400; leave out --insecure and --port")
+    has_page = page and token is not None
+    run = Up(UpSettings(job, token, workers, name, host, port, train, share_data, fresh, has_page, at))
     with _page(run, job, token, page_port) if page else nullcontext():
         outcome = run.run()
     if outcome is RunOutcome.STOPPED:
         sys.exit(130)
+
+
+def _relay(text: str | None) -> tuple[str, int] | None:
+    """Return the host and the port of a relay that the user has named. Raises JobError."""
+    from horizonml.machine.relay import PORT
+    from horizonml.rendezvous.discovery.finding import at
+
+    if text is None:
+        return None
+    place = at(text, "--relay", PORT)
+    return place.hosts[0], place.port
 
 
 @contextmanager
@@ -230,6 +254,7 @@ def join(
         Path, typer.Option(metavar="FOLDER", help="Where this device keeps its part of runs, as FOLDER/NAME.")
     ] = Path("runs"),
     name: Name = None,
+    relay: AtRelay = None,
     insecure: Insecure = False,
     print_unit: Annotated[
         bool, typer.Option("--print-unit", help="Print a systemd unit that runs this command with these options.")
@@ -264,8 +289,9 @@ def join(
         return
     stop = StopRequest()
     with handling(stop.note):
+        way = _relay(relay)
         if code is not None:
-            peer = _pair(code, peer, stop)
+            peer = _pair(code, peer, way, stop)
             if peer is None:
                 return
         token = None if insecure or accepted() else find_token()
@@ -283,18 +309,37 @@ def join(
 
         def place() -> ServiceAddress | None:
             from horizonml.rendezvous.discovery.finding import at, find
+            from horizonml.rendezvous.relay import find_at_relay
 
+            if there is not None and token is not None:
+                return find_at_relay(there, token, lambda found: _choose(found, stop), lambda: stop.wanted)
             if peer is not None:
                 return at(peer)
             return find(token, lambda found: _choose(found, stop), lambda: stop.wanted)
 
-        if forever:
-            _join_forever(joiner, place, courtesy, stop)
-        else:
-            _join_once(joiner, place, courtesy)
+        with _at_relay(way, token) as there:
+            if forever:
+                _join_forever(joiner, place, courtesy, stop)
+            else:
+                _join_once(joiner, place, courtesy)
 
 
-def _pair(code: str, peer: str | None, stop: StopRequest) -> str | None:
+@contextmanager
+def _at_relay(at: tuple[str, int] | None, token: Token | None) -> Iterator[Relay | None]:
+    """Use a relay, if one is named. Raises HorizonError."""
+    from horizonml.errors import JobError
+    from horizonml.rendezvous.relay import registered, room_of
+
+    if at is None:
+        yield None
+        return
+    if token is None:
+        raise JobError("--relay: devices at a relay need a token; leave out --insecure")
+    with registered(at, room_of(token)) as relay:
+        yield relay
+
+
+def _pair(code: str, peer: str | None, way: tuple[str, int] | None, stop: StopRequest) -> str | None:
     """Take over the token of the device that offers a code, and return its address; None if this is stopped before.
 
     Raises HorizonError.
@@ -307,7 +352,7 @@ def _pair(code: str, peer: str | None, stop: StopRequest) -> str | None:
 
     if os.environ.get(TOKEN):
         raise SecurityError(f"${TOKEN} is set, and would be used instead of the token that a code gives; unset it")
-    found = find_and_pair(code, peer, lambda: stop.wanted)
+    found = find_and_pair(code, peer, way, lambda: stop.wanted)
     if found is None:
         return None
     token, place = found

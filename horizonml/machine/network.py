@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from horizonml.errors import JobError, RendezvousError
+from horizonml.machine.relay import bound, is_relayed, used
 
 METRICS = "HORIZONML_METRICS"  # environment variable: where ranks serve their metrics
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -62,7 +63,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; port 0 takes any free port. Raises RendezvousError if the address is not available."""
     listener = None
     try:
-        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, target = socket.getaddrinfo(bound(host), port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)
@@ -78,8 +79,12 @@ def listen(host: str, port: int) -> socket.socket:
 def route_to(host: str, port: int) -> tuple[str, str]:
     """Return this machine's address and interface from which packets to `host` leave.
 
-    Nothing is sent: connecting a UDP socket only asks the kernel for the route. Raises OSError.
+    Nothing is sent: connecting a UDP socket only asks the kernel for the route. To a device at a relay, the address is
+    that by which this device is known there. Raises OSError.
     """
+    relay = used()
+    if relay is not None and is_relayed(host):
+        return relay.own, route_to(relay.host, relay.port)[1]
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     except UnicodeError:  # for what cannot be a name, such as a..b
@@ -161,11 +166,12 @@ class AddressProbe:
         self._attempts.clear()
 
     def _try(self, address: Address) -> None:
-        attempt = None
+        attempt, relay = None, used() if is_relayed(address[0]) else None
         with suppress(OSError):  # no way there, or no descriptor is left for the moment
-            attempt = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+            where = (relay.host, relay.port) if relay is not None else address  # of what is behind it, nothing is seen
+            attempt = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET)
             attempt.setblocking(False)
-            error = attempt.connect_ex(address)
+            error = attempt.connect_ex(where)
             if error in (0, errno.EINPROGRESS):
                 self._attempts[attempt] = address
                 return

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from horizonml.machine.network import split_address
+from horizonml.machine.relay import connect
 from horizonml.rendezvous.wire import (
     MOST_ANSWER,
     TLS_RECORDS,
@@ -88,7 +89,7 @@ class Client:
         self._socket: socket.socket | None = None
         plain = None
         try:
-            plain = socket.create_connection(address, timeout=connect_seconds)
+            plain = connect(*address, connect_seconds)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if tls is not None:
                 plain.settimeout(max(0.01, until - time.monotonic()))

@@ -16,8 +16,10 @@ from typing import Annotated
 
 from horizonml.errors import HorizonError, RendezvousError, SecurityError
 from horizonml.machine.host import device_name
+from horizonml.machine.relay import PAIRING_ROOM, Relay, address_in, through
 from horizonml.rendezvous.client import Client, ServiceError, ServiceRefuses, Unwanted
 from horizonml.rendezvous.discovery.finding import SECONDS, ServiceAddress, at
+from horizonml.rendezvous.discovery.records import PORT
 from horizonml.rendezvous.discovery.service import browse
 from horizonml.rendezvous.server import Answer, Peer
 from horizonml.rendezvous.service import at_once
@@ -87,12 +89,19 @@ class Pairing:
         return at_once(Paired(proof.hex(), sealed.hex()))
 
 
-def find_and_pair(words: str, peer: str | None, stop: Callable[[], bool]) -> tuple[Token, ServiceAddress] | None:
+def find_and_pair(
+    words: str, peer: str | None, relay: tuple[str, int] | None, stop: Callable[[], bool]
+) -> tuple[Token, ServiceAddress] | None:
     """Return the token of the device that offers a code, and where that is; None if `stop` says so.
 
-    It is looked for on the network, unless `peer` names it. Raises RendezvousError, SecurityError and JobError.
+    It is looked for on the network, unless `peer` names it, or it comes to a `relay`. Raises RendezvousError,
+    SecurityError and JobError.
     """
     number, code = read_code(words)
+    if relay is not None:
+        with through(Relay(*relay, PAIRING_ROOM, "none")):
+            place = ServiceAddress(f"the device at {relay[0]}", (address_in(number),), PORT)
+            return pair(place.hosts[0], PORT, code), place
     if peer is not None:
         found = [at(peer)]
     else:

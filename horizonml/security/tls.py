@@ -104,7 +104,7 @@ def read_revoked(token: Token, content: bytes) -> tuple[int, frozenset[int]]:
     Raises ValueError if the key of the shared token has not signed it.
     """
     found = x509.load_pem_x509_crl(content)
-    signer = x509.load_der_x509_certificate(_trusted(token)).public_key()
+    signer = x509.load_der_x509_certificate(trusted(token)).public_key()
     if not isinstance(signer, Ed25519PublicKey) or not found.is_signature_valid(signer):
         raise ValueError("it is not signed by the shared token")
     number = found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
@@ -139,15 +139,15 @@ def _context(protocol: int, token: Token) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     context.set_alpn_protocols([_PROTOCOL])
-    context.load_verify_locations(cadata=ssl.DER_cert_to_PEM_cert(_trusted(token)))
+    context.load_verify_locations(cadata=ssl.DER_cert_to_PEM_cert(trusted(token)))
     with _file(key + own) as name:
         context.load_cert_chain(name)
     _contexts[context] = token, b""
     return context
 
 
-def _trusted(token: Token) -> bytes:
-    """Return the certificate of the shared token, as DER."""
+def trusted(token: Token) -> bytes:
+    """Return the certificate of the shared token, which all devices trust, as DER."""
     return token.certificates[1] if token.is_own else certificate(token)
 
 

@@ -177,7 +177,7 @@ def test_a_device_without_a_token_pairs_and_can_do_nothing_else(home: Path) -> N
                 stranger.ask(fields_of(PairMessage("00"), "pair"))
         with pytest.raises(SecurityError, match="this is not the code that is shown; 2 more can be tried"):
             pair("127.0.0.1", port, other_code(code))
-        found = find_and_pair(code, f"127.0.0.1:{port}", lambda: False)
+        found = find_and_pair(code, f"127.0.0.1:{port}", None, lambda: False)
         assert found is not None
         assert (found[0].id, found[0].is_own, found[1].hosts, found[1].port) == (TOKEN.id, True, ("127.0.0.1",), port)
         with closing(Client(("127.0.0.1", port), client_context(found[0]))) as paired:  # as all who have a token

@@ -34,6 +34,7 @@ from horizonml.comm.tunnel.addresses import (
     vouch,
 )
 from horizonml.comm.tunnel.ends import Pipe, PlainEnd, SecureEnd
+from horizonml.machine.relay import bound, connect, is_relayed
 from horizonml.security.devices import REVOKED
 from horizonml.security.tls import client_context, server_context
 from horizonml.security.token import Token, parse_token
@@ -141,7 +142,7 @@ class Carrier:
     async def _take_port(self, address: str, port: int) -> None:
         """Listen at the machine's port, or stand by until whoever does so now is gone."""
         try:
-            where = _resolve(address, port)
+            where = _resolve(bound(address), port)
         except OSError as error:
             self.serving, self.reason = "failed", error.strerror or str(error)
             return
@@ -174,18 +175,30 @@ class Carrier:
     async def _carried_by_another(self, where: Address) -> bool:
         """Return whether the tunnel that has the port would carry to this one's user. Raises OSError."""
         with (
+            await self._connect(where) as connection,
             socket.create_server((_PROBE, 0)) as probe,
             vouch(self._token, _PROBE, probe.getsockname()[1]),
-            socket.socket(where[0], socket.SOCK_STREAM) as connection,
         ):
-            far = await self._reach_tunnel(connection, where, Target(_PROBE, probe.getsockname()[1], False))
+            far = await self._reach_tunnel(connection, Target(_PROBE, probe.getsockname()[1], False))
             return await far.receive(1) == bytes([TunnelAnswer.CONNECTED])
 
-    async def _reach_tunnel(self, connection: socket.socket, where: Address, target: Target) -> SecureEnd:
-        """Connect with another machine's tunnel, and name the target; the answer is to come. Raises OSError."""
+    async def _connect(self, where: Address) -> socket.socket:
+        """Return a connection to another machine. Raises OSError."""
+        if is_relayed(where[1][0]):
+            return await asyncio.to_thread(connect, *where[1][:2], HANDSHAKE_SECONDS)
+        connection = socket.socket(where[0], socket.SOCK_STREAM)
+        connection.setblocking(False)
+        try:
+            await self._loop.sock_connect(connection, where[1])
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _reach_tunnel(self, connection: socket.socket, target: Target) -> SecureEnd:
+        """Name the target to another machine's tunnel; the answer is to come. Raises OSError."""
         connection.setblocking(False)
         REVOKED.refresh()
-        await self._loop.sock_connect(connection, where[1])
         far = SecureEnd(connection, self._client, False)
         await far.handshake()
         await far.send(target.to_bytes())
@@ -337,9 +350,9 @@ class Carrier:
 
     async def _attempt(self, target: Target, where: Address) -> SecureEnd:
         """Return the connection to a rank on another machine. Raises OSError, ValueError if the other side refuses."""
-        connection = socket.socket(where[0], socket.SOCK_STREAM)
+        connection = await self._connect(where)
         try:
-            far = await self._reach_tunnel(connection, where, target)
+            far = await self._reach_tunnel(connection, target)
             (answer,) = await far.receive(1)
             if answer != TunnelAnswer.CONNECTED:
                 raise ValueError(TunnelAnswer(answer).words)

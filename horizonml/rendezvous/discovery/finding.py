@@ -47,15 +47,15 @@ class ServiceAddress:
     port: int
 
 
-def at(peer: str) -> ServiceAddress:
-    """Return the place that the user named as HOST or HOST:PORT. Raises JobError."""
+def at(peer: str, option: str = "--peer", port: int = PORT) -> ServiceAddress:
+    """Return the place that the user named as HOST or HOST:PORT, with this port if there is none. Raises JobError."""
     bare = peer.count(":") > 1 and not peer.startswith("[")  # an address of IPv6 without a port
-    text = peer if ":" in peer.rpartition("]")[2] and not bare else f"[{peer.strip('[]')}]:{PORT}"
+    text = peer if ":" in peer.rpartition("]")[2] and not bare else f"[{peer.strip('[]')}]:{port}"
     try:
-        host, port = service_address(text)
+        host, found = service_address(text)
     except ValueError:
-        raise JobError(f"--peer: {peer!r} is not HOST or HOST:PORT, for example 192.168.1.10:{PORT}") from None
-    return ServiceAddress(host, (host,), port)
+        raise JobError(f"{option}: {peer!r} is not HOST or HOST:PORT, for example 192.168.1.10:{port}") from None
+    return ServiceAddress(host, (host,), found)
 
 
 def find(

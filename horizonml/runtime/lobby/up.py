@@ -17,6 +17,7 @@ from horizonml.files import scratch_folder
 from horizonml.job.schema import Job
 from horizonml.machine.host import NAME, seconds_up
 from horizonml.machine.network import listen, route_to
+from horizonml.machine.relay import PAIRING_ROOM, address_in, used
 from horizonml.machine.signals import StopRequest, handling
 from horizonml.rendezvous.device_messages import (
     DeviceState,
@@ -26,6 +27,7 @@ from horizonml.rendezvous.devices import Device
 from horizonml.rendezvous.discovery.multicast import usable
 from horizonml.rendezvous.discovery.records import measure_gflops, this_device
 from horizonml.rendezvous.pairing import Pairing
+from horizonml.rendezvous.relay import PASSED, Registration, registered, room_of
 from horizonml.rendezvous.service import Service
 from horizonml.rendezvous.shared_files import FileServer
 from horizonml.runtime.lobby import terminal
@@ -70,6 +72,7 @@ class UpSettings:
     share_data: bool = False
     fresh: bool = False
     page: bool = False  # whether somebody can start the run on its page
+    relay: tuple[str, int] | None = None  # by which devices in other networks come
 
 
 class Up:
@@ -126,6 +129,8 @@ class Up:
             self._check_not_going_on()
             listener = stack.enter_context(listen(settings.host, settings.port))
             self._host, self._port = listener.getsockname()[:2]
+            if settings.relay is not None:
+                self._use_relay(stack, settings.relay)
             stack.enter_context(self._serving(listener))
             stack.enter_context(self._announced())
             self._measuring.join()  # the child would take the processor from it
@@ -138,6 +143,14 @@ class Up:
                 self._end(RunOutcome.STOPPED, "it was stopped before the training began")
                 return RunOutcome.STOPPED
             return self._train()
+
+    def _use_relay(self, stack: ExitStack, at: tuple[str, int]) -> None:
+        """Let devices come through a relay. Raises RendezvousError."""
+        assert self._settings.token is not None
+        PASSED.update((self._settings.job.security.port, self._settings.job.security.port + 1))
+        stack.enter_context(registered(at, room_of(self._settings.token)))
+        if self._pairing is not None:
+            stack.enter_context(Registration(at, PAIRING_ROOM, address_in(self._pairing.offer.number)))
 
     def _check_not_going_on(self) -> None:
         """Raise JobError if the training that this run would continue goes on on the other devices."""
@@ -250,7 +263,9 @@ class Up:
         self._progress = Progress(self._folder, 0)
         self._devices.progress = self._progress.now
         if self._child is not None:
-            address = f"{own_address(self._devices.present(), self._settings.host)}:{self._port}"
+            relay = used()
+            own = relay.own if relay is not None else own_address(self._devices.present(), self._settings.host)
+            address = f"{own}:{self._port}"
             token = self._settings.token
             env = {"RANK": "0", "WORLD_SIZE": str(size), "HORIZONML_RENDEZVOUS": address}
             self._child.begin(env | secret(token) | {NAME: self._own.name})
