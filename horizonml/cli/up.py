@@ -352,16 +352,19 @@ def _pair(code: str, peer: str | None, way: tuple[str, int] | None, stop: StopRe
 
     if os.environ.get(TOKEN):
         raise SecurityError(f"${TOKEN} is set, and would be used instead of the token that a code gives; unset it")
+    before, file = find_token(), token_file()
     found = find_and_pair(code, peer, way, lambda: stop.wanted)
     if found is None:
         return None
     token, place = found
-    before, file = find_token(), token_file()
-    if before is not None and before.id != token.id:
-        kept = save_token(before, file.with_name(f"{file.name}.{before.id}"))
-        print(f"this device had another token ({before.id}), which is kept in {kept}", flush=True)
-    save_token(token, file)
-    print(f"this device is paired with {place.name}; its token ({token.id}) is in {file}", flush=True)
+    if before is not None and before.id == token.id and not before.is_own:
+        print(f"this device has the shared token ({token.id}) already, and keeps it", flush=True)
+    else:
+        if before is not None and before.id != token.id:
+            kept = save_token(before, file.with_name(f"{file.name}.{before.id}"))
+            print(f"this device had another token ({before.id}), which is kept in {kept}", flush=True)
+        save_token(token, file)
+        print(f"this device is paired with {place.name}; its token ({token.id}) is in {file}", flush=True)
     host = f"[{place.hosts[0]}]" if ":" in place.hosts[0] else place.hosts[0]
     return f"{host}:{place.port}"
 
