@@ -43,10 +43,7 @@ def train_seeds(job: Job, seeds: list[int], fresh: bool, metrics: tuple[str, int
     print_table(
         "What the last evaluation of each run found",
         header,
-        [
-            ["-" if cell is None else cell if isinstance(cell, str) else f"{cell:.4f}" for cell in row.values()]
-            for row in rows
-        ],
+        [list(map(_shown, row.values())) for row in rows],
     )
     files = write_numbers(job.run_folder / "seeds", rows, {"seeds": seeds, "metrics": rows})
     print(f"\nThe numbers are in {' and '.join(map(str, files))}.")
