@@ -90,6 +90,7 @@ def rendezvous(
         raise typer.Exit(code)
 
 
+_PAGE_PORT = 8400
 _AGAIN_SECONDS = 5.0  # after a run, or an error, until a device that always joins looks for the next one
 Name = Annotated[
     str | None,
@@ -135,9 +136,19 @@ def up(
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
     ] = False,
     page: Annotated[
-        bool, typer.Option("--page", help="Serve a page about the run on this machine, as `horizonml watch` does.")
-    ] = False,
-    page_port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port of the page.")] = 8400,
+        bool | None,
+        typer.Option(
+            "--page/--no-page",
+            help="Serve a page about the run to this machine, as `horizonml watch` does. Default: serve it.",
+            show_default=False,
+        ),
+    ] = None,
+    page_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, max=65535, help="Port of the page. Default: 8400, or else any.", show_default=False
+        ),
+    ] = None,
     relay: AtRelay = None,
     insecure: Insecure = False,
 ) -> None:
@@ -161,9 +172,9 @@ def up(
     at = _relay(relay)
     if at is not None and (token is None or port != 29400):
         raise JobError("--relay: devices need a token there, and meet at port 29400; leave out --insecure and --port")
-    has_page = page and token is not None
-    run = Up(UpSettings(job, token, workers, name, host, port, train, share_data, fresh, has_page, at))
-    with _page(run, job, token, page_port) if page else nullcontext():
+    starts_there = bool(page) and token is not None  # only if that was asked for does a run wait for it
+    run = Up(UpSettings(job, token, workers, name, host, port, train, share_data, fresh, starts_there, at))
+    with _page(run, job, token, page_port) if page is not False else nullcontext():
         outcome = run.run()
     if outcome is RunOutcome.STOPPED:
         sys.exit(130)
@@ -181,12 +192,22 @@ def _relay(text: str | None) -> tuple[str, int] | None:
 
 
 @contextmanager
-def _page(run: Up, job: Job, token: Token | None, port: int) -> Iterator[None]:
+def _page(run: Up, job: Job, token: Token | None, port: int | None) -> Iterator[None]:
     """Serve a page about the run; whoever has the token may start and stop it there. Raises HorizonError."""
+    from horizonml.errors import HorizonError
     from horizonml.report.page.server import PageServer
 
-    actions = {"start": run.start_now, "stop": run.stop_now}
-    with PageServer(job.run_folder, ("127.0.0.1", port), token, actions, run.devices) as server:
+    def serve(at: int) -> PageServer:
+        actions = {"start": run.start_now, "stop": run.stop_now}
+        return PageServer(job.run_folder, ("127.0.0.1", at), token, actions, run.devices)
+
+    try:
+        page = serve(_PAGE_PORT if port is None else port)
+    except HorizonError:
+        if port is not None:
+            raise
+        page = serve(0)  # another run has the usual one
+    with page as server:
         print(f"the page of the run is at http://127.0.0.1:{server.port}/", flush=True)
         yield
 

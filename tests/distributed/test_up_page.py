@@ -1,4 +1,4 @@
-"""`horizonml up --page` where nobody can press Enter."""
+"""The page of `horizonml up`, where nobody can press Enter."""
 
 from __future__ import annotations
 
