@@ -177,6 +177,8 @@ def train(
 
         if not train_here(job, fresh, metrics_at):
             sys.exit(130)
+        saved = f", and `horizonml export {job.run_folder} model.pt` writes the model" if job.checkpoint.enabled else ""
+        print(f"`horizonml report {job.run_folder}` shows how it went{saved}")
         return
     from horizonml.runtime.launch import train_as_rank
     from horizonml.runtime.outcome import Outcome

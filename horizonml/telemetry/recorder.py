@@ -42,9 +42,10 @@ from horizonml.telemetry.record import (
 )
 from horizonml.telemetry.run_info import RunInfo
 from horizonml.telemetry.sinks import Feeds
-from horizonml.text import plain_lines
+from horizonml.text import human_seconds, plain_lines
 
 _LINE_SECONDS = 15.0
+_LONG_SECONDS = 20.0  # from which on the time that is left is shown
 _WINDOW = 20  # steps over which the speed and the time split are averaged
 
 
@@ -77,6 +78,11 @@ class _Window:
     def add(self, record: StepRecord) -> None:
         self._records = [*self._records[1 - _WINDOW :], record]
 
+    @property
+    def seconds(self) -> float:
+        """Return how long a step takes."""
+        return sum(record.wall for record in self._records) / max(1, len(self._records))
+
     def words(self, short: bool = False) -> str:
         """Return the averages in words; nothing if no step has been done, as in a state that outlived its group."""
         if not self._records:
@@ -99,9 +105,10 @@ def _evaluated(record: EvaluationRecord, epochs: int, unigram: float | None) -> 
 class Lines(Display):
     """Prints plain lines: one per epoch, and some within long epochs."""
 
-    def __init__(self, epochs: int, unigram: float | None = None) -> None:
+    def __init__(self, epochs: int, steps: int = 0, unigram: float | None = None) -> None:
+        """Print lines about a run of so many epochs and steps."""
         self._epochs, self._window, self._last = epochs, _Window(), time.monotonic()
-        self._unigram = unigram
+        self._steps, self._unigram = steps, unigram
 
     def message(self, text: str) -> None:
         print(plain_lines(text), flush=True)
@@ -112,16 +119,22 @@ class Lines(Display):
             self._last = time.monotonic()
             print(
                 f"epoch {record.epoch}/{self._epochs}: step {record.step}, {judged(record.loss, record.metrics)} | "
-                f"{self._window.words()}",
+                f"{self._window.words()}{self._left(record.step)}",
                 flush=True,
             )
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._last = time.monotonic()
         print(
-            " | ".join(filter(None, [_evaluated(record, self._epochs, self._unigram), self._window.words()])),
+            " | ".join(filter(None, [_evaluated(record, self._epochs, self._unigram), self._window.words()]))
+            + self._left(record.step),
             flush=True,
         )
+
+    def _left(self, step: int) -> str:
+        """Return how long the rest takes at the present speed, if that is long."""
+        left = (self._steps - step) * self._window.seconds
+        return f" | {human_seconds(left)} left" if left >= _LONG_SECONDS else ""
 
     def close(self) -> None:
         sys.stdout.flush()
@@ -192,7 +205,7 @@ def display_for(
     """
     if rank != 0:
         return Silent()
-    display: Display = Bar(epochs, steps, done, unigram) if sys.stdout.isatty() else Lines(epochs, unigram)
+    display: Display = Bar(epochs, steps, done, unigram) if sys.stdout.isatty() else Lines(epochs, steps, unigram)
     return display if observer is None else Observed(display, observer)
 
 
