@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -241,6 +242,19 @@ def test_tables_have_a_column_for_each_metric() -> None:
     long = Table([row(number) for number in range(1, 31)], Step)
     assert "the last 10 of 30 rows" in str(long)
     assert str(Table([], Evaluation)) == "(no evaluations)"
+
+
+def test_a_run_is_a_picture_in_a_notebook(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1, steps=600, epochs=3)
+    picture = ElementTree.fromstring(f"<div>{horizonml.Run(tmp_path)._repr_html_()}</div>")
+    training, held_out = (
+        [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+        for line in picture.iter("polyline")
+    )
+    assert (len(training), len(held_out)) == (200, 3)
+    assert training[0][1] == 0.0 < training[-1][1] <= 160.0  # 2 at first, and less and less
+    assert training == sorted(training)
+    assert "loss from 2 to 0.00333 (logarithmic) over 600 steps" in "".join(picture.itertext())
 
 
 def test_models_are_used_as_the_ranks_do_whatever_the_script_has_chosen() -> None:
