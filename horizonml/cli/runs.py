@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from horizonml.errors import HorizonError, JobError
+from horizonml.text import rough_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from horizonml.rendezvous.device_messages import JobOffer
     from horizonml.rendezvous.discovery.records import FoundService
+    from horizonml.report.runs import RunSummary
 
 _RUNS = Path("runs")
 _NEAR_SECONDS = 1.5  # in which devices on the network answer
@@ -33,26 +35,14 @@ def find_run(path: Path) -> Path:
     """Return a run's folder, or the newest run in a folder of several. Raises JobError."""
     if not path.is_dir():
         raise JobError(f"{path} is not a folder; name that of a run, such as runs/digits")
-    if _is_run(path):
+    from horizonml.report.runs import is_run, runs_in
+
+    if is_run(path):
         return path
     found = runs_in(path)
     if not found:
         raise JobError(f"{path} is not a run and contains none; runs are in `runs`, or where the job's `folder` says")
     return found[0]
-
-
-def runs_in(folder: Path) -> list[Path]:
-    """Return the runs in a folder, the newest first."""
-    inside = folder.iterdir() if folder.is_dir() else ()
-    return sorted((one for one in inside if one.is_dir() and _is_run(one)), key=_newest, reverse=True)
-
-
-def _is_run(path: Path) -> bool:
-    return (path / ".horizonml-run").exists() or any(path.glob("rank-*.jsonl"))
-
-
-def _newest(path: Path) -> float:
-    return max((file.stat().st_mtime for file in path.glob("rank-*.jsonl")), default=path.stat().st_mtime)
 
 
 def ls(
@@ -65,14 +55,15 @@ def ls(
     `horizonml join` takes part in it.
     """
     from horizonml.cli.tables import print_table
+    from horizonml.report.runs import Runs
     from horizonml.runtime.lobby.offer import is_known
 
     if folder != _RUNS and not folder.is_dir():
         raise JobError(f"{folder} is not a folder; name one that holds runs, such as `runs`")
-    paths = runs_in(folder)
-    rows = [_row(path) for path in paths]
+    found = Runs(folder).poll()
+    rows = [_row(one) for one in found]
     for service, offered in () if here else _near():
-        if not any(is_known(path, offered.lineage) for path in paths):  # this device takes part in those
+        if not any(is_known(Path(one.folder), offered.lineage) for one in found):  # this device takes part in those
             rows.append(_row_near(service, offered))
     if rows:
         print_table("", ["run", "state", "step", "accuracy", "devices", "since"], rows, text=(0, 1))
@@ -80,21 +71,13 @@ def ls(
         print(f"no run is in {folder}, and no device near this one trains; `horizonml train digits` begins a run")
 
 
-def _row(path: Path) -> list[str]:
+def _row(one: RunSummary) -> list[str]:
     """Return a row about a run of this device."""
-    from horizonml.report.live import LiveRun
-    from horizonml.report.live_facts import RunState
     from horizonml.text import count
 
-    run = LiveRun(path)
-    run.poll()
-    members = run.members
-    devices = len({one.node or one.host for one in members})
-    ranks = f" ({count(len(members), 'rank')})" if len(members) != devices else ""
-    steps = f"{run.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")
-    goes_on = run.state in (RunState.RUNNING, RunState.WAITING)
-    since = run.events[0].time if goes_on and run.events else _newest(path)
-    return [str(path), run.state, steps, _accuracy(run.accuracy), f"{devices}{ranks}", _ago(time.time() - since)]
+    ranks = f" ({count(one.ranks, 'rank')})" if one.ranks != one.devices else ""
+    steps = f"{one.step:,}" + (f" of {one.steps:,}" if one.steps else "")
+    return [one.folder, one.state, steps, _accuracy(one.accuracy), f"{one.devices}{ranks}", rough_time(one.seconds)]
 
 
 def _near() -> Iterator[tuple[FoundService, JobOffer]]:
@@ -125,18 +108,12 @@ def _row_near(service: FoundService, offered: JobOffer) -> list[str]:
         f"{told.step:,}" if told.step is not None else "-",
         _accuracy(told.accuracy),
         str(offered.devices),
-        _ago(told.seconds) if told.seconds is not None else "-",
+        rough_time(told.seconds) if told.seconds is not None else "-",
     ]
 
 
 def _accuracy(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
-
-
-def _ago(seconds: float) -> str:
-    from horizonml.text import rough_time
-
-    return rough_time(max(0.0, seconds))
 
 
 def stop(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from horizonml.cli.runs import Run, find_run
+from horizonml.cli.runs import find_run
 from horizonml.errors import HorizonError, JobError, SecurityError
 from horizonml.machine.code import require
 
@@ -133,7 +133,10 @@ def _keys() -> Iterator[_Pressed]:
 
 
 def watch(
-    run: Run,
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="[RUN]", help="A run's folder (runs/NAME), or a folder of runs, for a page of all."),
+    ] = Path("runs"),
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on; all but 127.0.0.1 need --insecure.")
     ] = "127.0.0.1",
@@ -152,29 +155,36 @@ def watch(
     """Serve a page about a run, live or finished, or show it in the terminal.
 
     The page shows devices and links, the plan, where the time goes, the loss, what has happened, and what another
-    device or link would change. It loads nothing from elsewhere, and ends with Ctrl-C. Everything is read from the
-    run's folder, and the run is never disturbed.
+    device or link would change. The page of all runs compares their curves, and leads to the page of each. Pages load
+    nothing from elsewhere, and end with Ctrl-C. Everything is read from the folders of runs, which are never disturbed.
     """
     if terminal or once:
         _watch_in_terminal(find_run(run), once, every)
         return
     from horizonml.machine.network import is_loopback
     from horizonml.machine.signals import stop_on_signal
+    from horizonml.report.page.runs import RunsServer
     from horizonml.report.page.server import PageServer, StopHere
+    from horizonml.report.runs import is_run
 
-    folder = find_run(run)
+    if not run.is_dir():
+        raise JobError(f"{run} is not a folder; name that of a run, such as runs/digits, or of runs")
     if not is_loopback(host) and not insecure:
         raise JobError(
             f"--host {host}: everyone on that network could read the page, and what travels is not encrypted. From "
             f"another machine, use `ssh -L {port}:127.0.0.1:{port} THIS-MACHINE` and open http://127.0.0.1:{port}; or "
             "add --insecure if everyone there may read it"
         )
-    token, stop_run = _token(), StopHere(folder)
-    page = PageServer(folder, (host, port), token, {"stop": stop_run}, possible=lambda name: stop_run.is_possible())
+    page: PageServer | RunsServer
+    if is_run(run):
+        token, stop_run = _token(), StopHere(run)
+        page = PageServer(run, (host, port), token, {"stop": stop_run}, possible=lambda name: stop_run.is_possible())
+    else:
+        page = RunsServer(run, (host, port))
     with stop_on_signal() as stop, page as server:
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{server.port}/"
-        print(f"the page of {folder} is at {url} (Ctrl-C ends it)", flush=True)
+        print(f"the page of {run} is at {url} (Ctrl-C ends it)", flush=True)
         if not is_loopback(host):
             print("everyone who reaches this address can read it", flush=True)
         if open_page:

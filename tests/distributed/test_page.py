@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from horizonml.report.page.runs import RunsServer
 from horizonml.report.page.server import PageServer
 from horizonml.security.token import make_token
 from tests.distributed.processes import horizonml, ours, wait_for
@@ -125,6 +126,28 @@ def violations(page: Page) -> list[str]:
         for one in found["violations"]
         for node in one["nodes"]
     ]
+
+
+def test_the_page_of_all_runs_compares_them_and_leads_to_each(run: Path, visit: Callable[..., Visit]) -> None:
+    shutil.copytree(run, run.with_name("another"))
+    with RunsServer(run.parent, ("127.0.0.1", 0)) as server:
+        look = visit()
+        page = look.page
+        page.goto(f"http://127.0.0.1:{server.port}/")
+        page.wait_for_selector("#training path.line")
+        assert page.locator("#list tbody tr").count() == 2
+        assert page.locator("#training path.line").count() == page.locator("#loss path.line").count() == 2
+        assert violations(page) == []
+        before = page.get_attribute("#training path.line", "d")
+        page.check("#training input[type=checkbox]")
+        page.locator("#training input[type=range]").fill("4")
+        assert page.get_attribute("#training path.line", "d") != before
+        page.uncheck("#list tbody tr:first-child input")
+        wait_for(lambda: page.locator("#training path.line").count() == 1, "one curve less")
+        page.click("#list a >> nth=0")
+        wait_for(lambda: page.locator("#state").count() and page.inner_text("#state") == "finished", "the run's page")
+        assert look.complaints == []
+        assert all(url.startswith(f"http://127.0.0.1:{server.port}/") for url in look.asked)
 
 
 def test_the_page_shows_a_run_without_a_complaint_or_a_request_elsewhere(

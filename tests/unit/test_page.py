@@ -16,6 +16,7 @@ from horizonml.errors import HorizonError, JobError
 from horizonml.plan.plan import Plan, Stage
 from horizonml.report.live_facts import Series
 from horizonml.report.page.describe import ACTIVATIONS, GRADIENTS, flows
+from horizonml.report.page.runs import RunsServer
 from horizonml.report.page.server import PageAccess, PageServer, encode, static_files
 from horizonml.security.token import make_token
 from horizonml.telemetry.http import parse
@@ -217,6 +218,31 @@ def test_a_page_for_others_on_the_network_must_be_asked_for(tmp_path: Path) -> N
     assert "everyone on that network could read the page" in refused.stderr
     assert "ssh -L" in refused.stderr
     assert "add --insecure" in refused.stderr
+
+
+def test_the_page_of_all_runs_lists_them_compares_their_curves_and_leads_to_the_page_of_each(tmp_path: Path) -> None:
+    for name, accuracy in (("one", 0.9), ("other", 0.8)):
+        write_run(tmp_path / name, ranks=2, steps=6, accuracy=accuracy)
+    (tmp_path / "no-run").mkdir()
+    with RunsServer(tmp_path, ("127.0.0.1", 0)) as server:
+        port = server.port
+        listed = ask(port, "/api/runs")[1]["runs"]
+        assert {run["name"]: (run["state"], run["step"], run["accuracy"], run["ranks"]) for run in listed} == {
+            "one": ("lost", 6, 0.9, 2), "other": ("lost", 6, 0.8, 2),
+        }  # fmt: skip
+        curves = ask(port, "/api/curves?runs=one;other;no-run;..")[1]
+        assert set(curves) == {"one", "other"}
+        assert curves["other"]["held_out"] == [[3, 0.3, 0.8], [6, 0.3, 0.8]]
+        assert [point[:2] for point in curves["one"]["training"]][:2] == [[1, 2.0], [2, 1.0]]
+        assert "All runs" in ask(port, "/")[1]
+        assert "Devices and links" in ask(port, "/run/one/")[1]
+        assert ask(port, "/run/one/style.css")[0] == 200
+        wait_for(lambda: ask(port, "/run/one/api/run")[1]["state"] == "lost", "the records are read", 10)
+        for path in ("/run/none/", "/run/../", "/run/..%2f/", "/run//", "/other.html"):
+            assert ask(port, path)[0] == 404, path
+        assert ask(port, "/run/one/api/actions/stop", "POST")[0] == 403
+        assert ask(port, "/run/one/api/run", Sec_Fetch_Site="cross-site")[0] == 403  # as without the run's name
+        assert ask(port, "/run/one/api/what-if?add=like:0")[0] == 403
 
 
 def test_watch_finds_the_newest_run_and_refuses_what_is_none(tmp_path: Path) -> None:

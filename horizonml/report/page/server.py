@@ -6,6 +6,7 @@ the page as by Ctrl-C: after the step, with a checkpoint.
 
 from __future__ import annotations
 
+import functools
 import hmac
 import ipaddress
 import json
@@ -232,79 +233,46 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 Action = Callable[[], str]
 _JSON = "application/json"
 _PLANNING_SECONDS = 60.0  # that the answer to a "what if" may take
-_LIMITS = Limits(seconds=10.0, clients=48)
+LIMITS = Limits(seconds=10.0, clients=48)
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html; charset=utf-8", ".svg": "image/svg+xml"}
 
 
-class PageServer:
-    """Serves a page for one run, in threads of its own, until it is closed."""
+class RunPage:
+    """Answers what the page of one run asks for."""
 
     def __init__(
         self,
-        run_folder: Path,
-        address: tuple[str, int],
-        token: Token | None = None,
+        folder: Path,
+        guard: PageAccess,
         actions: Mapping[str, Action] | None = None,
         devices: Callable[[], list[dict[str, str]]] | None = None,
         possible: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """Serve the run in `run_folder`, which need not be there yet, at `address`. Raises HorizonError.
-
-        Port 0 takes any free port. `actions` are what whoever has the `token` may do; each returns a sentence that says
-        what happens now, and must return at once. `devices` returns the devices that are there before training begins,
-        each with what is known of it by name. `possible` says whether an action can be done now.
-        """
-        self._folder, self._devices, self._possible = run_folder, devices, possible
-        self._actions = dict(actions or {})
-        self._guard = PageAccess(address[0], token.text if token is not None and self._actions else None)
-        self._files = static_files()
-        self._watcher = Watcher(run_folder)
-        try:
-            self._server = WebServer("page", address, self._answer, _LIMITS)
-        except OSError as error:
-            self._watcher.close()
-            raise HorizonError(
-                f"the page cannot be served at {address[0]}:{address[1]}: {error.strerror or error}; choose another "
-                "port or address"
-            ) from None
-        self.port = self._server.port
+        """Follow the run in `folder`; the rest is as in `PageServer`."""
+        self._folder, self._devices, self._possible = folder, devices, possible
+        self._actions, self._guard, self._watcher = dict(actions or {}), guard, Watcher(folder)
 
     def close(self) -> None:
-        """Stop serving."""
-        self._server.close()
+        """Stop following the run."""
         self._watcher.close()
 
-    def __enter__(self) -> PageServer:
-        """Return the server, which is closed at the end of the context."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the server."""
-        self.close()
-
-    def _answer(self, request: Request) -> Reply | Later:
-        refused = self._guard.refuse(request)
-        if refused is not None:
-            return guarded(refused)
+    def answer(self, request: Request, path: str) -> Reply | Later:
+        """Return the answer to a request that is allowed, for a path below the run's page."""
         if request.method == "POST":
             return guarded(self._act(request.path.removeprefix(ACTIONS)))
-        path = request.path.removeprefix("/")
-        if not path.startswith("api/"):
-            found = self._files.get(path or "index.html")
-            if found is None:
-                return guarded(Reply.text(404, "there is no such page\n"))
-            return guarded(Reply(200, found[0], found[1], {"Cache-Control": "no-cache"}))
         if path == "api/run":
-            return _json(self._run(request))
+            return json_reply(self._run(request))
         if path == "api/history":
-            return _json(self._watcher.history(_whole(request, "since"), _whole(request, "revision", -1)))
+            return json_reply(self._watcher.history(_whole(request, "since"), _whole(request, "revision", -1)))
         if path == "api/events":
-            return _json(self._watcher.events())
+            return json_reply(self._watcher.events())
         if path == "api/timeline":
-            return _json(self._watcher.timeline(_whole(request, "known", -1), request.query.get("predicted") == "1"))
+            return json_reply(
+                self._watcher.timeline(_whole(request, "known", -1), request.query.get("predicted") == "1")
+            )
         if path == "api/what-if":
             return Later(lambda: self._what_if(request), _PLANNING_SECONDS + 10)
-        return guarded(Reply.text(404, "there is no such page\n"))
+        return static_reply(path or "index.html")
 
     def _run(self, request: Request) -> dict[str, object]:
         found = self._watcher.run()
@@ -330,20 +298,77 @@ class PageServer:
                 _PLANNING_SECONDS,
             )
         except HorizonError as error:
-            return _json({"error": str(error)}, 409)
-        return _json(answer)
+            return json_reply({"error": str(error)}, 409)
+        return json_reply(answer)
 
     def _act(self, name: str) -> Reply:
         action = self._actions.get(name)
         if action is None:
-            return _json({"error": f"there is no action {name[:40]!r}"}, 404)
+            return json_reply({"error": f"there is no action {name[:40]!r}"}, 404)
         try:
-            return _json({"words": action()})
+            return json_reply({"words": action()})
         except HorizonError as error:
-            return _json({"error": str(error)}, 409)
+            return json_reply({"error": str(error)}, 409)
 
 
-def _json(value: Any, status: int = 200) -> Reply:
+class PageServer:
+    """Serves a page for one run, in threads of its own, until it is closed."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        address: tuple[str, int],
+        token: Token | None = None,
+        actions: Mapping[str, Action] | None = None,
+        devices: Callable[[], list[dict[str, str]]] | None = None,
+        possible: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        """Serve the run in `run_folder`, which need not be there yet, at `address`. Raises HorizonError.
+
+        Port 0 takes any free port. `actions` are what whoever has the `token` may do; each returns a sentence that says
+        what happens now, and must return at once. `devices` returns the devices that are there before training begins,
+        each with what is known of it by name. `possible` says whether an action can be done now.
+        """
+        self._guard = PageAccess(address[0], token.text if token is not None and actions else None)
+        self._page = RunPage(run_folder, self._guard, actions, devices, possible)
+        try:
+            self._server = WebServer("page", address, self._answer, LIMITS)
+        except OSError as error:
+            self._page.close()
+            raise HorizonError(
+                f"the page cannot be served at {address[0]}:{address[1]}: {error.strerror or error}; choose another "
+                "port or address"
+            ) from None
+        self.port = self._server.port
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()
+        self._page.close()
+
+    def __enter__(self) -> PageServer:
+        """Return the server, which is closed at the end of the context."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the server."""
+        self.close()
+
+    def _answer(self, request: Request) -> Reply | Later:
+        refused = self._guard.refuse(request)
+        return guarded(refused) if refused is not None else self._page.answer(request, request.path.removeprefix("/"))
+
+
+def static_reply(name: str) -> Reply:
+    """Return a file of the pages."""
+    found = static_files().get(name)
+    if found is None:
+        return guarded(Reply.text(404, "there is no such page\n"))
+    return guarded(Reply(200, found[0], found[1], {"Cache-Control": "no-cache"}))
+
+
+def json_reply(value: Any, status: int = 200) -> Reply:
+    """Return a value as JSON."""
     return guarded(Reply(status, encode(value), _JSON))
 
 
@@ -358,6 +383,7 @@ def _whole(request: Request, name: str, default: int = 0) -> int:
     return int(text) if text.isdecimal() and len(text) < 16 else default
 
 
+@functools.cache
 def static_files() -> dict[str, tuple[bytes, str]]:
     """Return the files of the page by name, each with its kind of content."""
     folder = resources.files("horizonml.report.page") / "static"
