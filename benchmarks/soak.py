@@ -289,8 +289,13 @@ class Result:
     machine: str
 
 
-def soak(seconds: float, every: float, seed: int, folder: Path, say: Callable[[str], None]) -> Result:
-    """Run, and return what it has cost. Raises HorizonError if the devices never train together."""
+def soak(
+    seconds: float, every: float, seed: int, folder: Path, say: Callable[[str], None], keep: Callable[[Result], None]
+) -> Result:
+    """Run, and return what it has cost; `keep` gets it before the run without faults, with which it is compared.
+
+    Raises HorizonError if the devices never train together.
+    """
     faults, hangs, samples = list[Fault](), list[str](), list[dict[str, float]]()
     with Soak(folder, seed) as house:
         _await_whole(house, "at the beginning")
@@ -317,6 +322,7 @@ def soak(seconds: float, every: float, seed: int, folder: Path, say: Callable[[s
         _await_whole(house, "at the end", hangs)
         found = _judge(house, faults, hangs, samples, (begin, end), usual)
     losses = dict(sorted(pair for trace in house.traces.values() for pair in trace.losses.items()))
+    keep(found)  # before anything else can go wrong
     return replace(found, losses=_compared(losses))
 
 
@@ -392,7 +398,8 @@ def _compared(losses: dict[int, float]) -> list[tuple[int, float, float]]:
                 alone.read()
         finally:
             process.terminate()
-        if process.wait():
+            process.wait()
+        if epochs not in alone.losses:
             raise HorizonError(f"a run without faults has ended with code {process.returncode}")
     every = max(1, epochs // 200)
     return [(epoch, losses[epoch], alone.losses[epoch]) for epoch in range(every, epochs + 1, every) if epoch in losses]
@@ -437,10 +444,13 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = options.folder or Path(scratch)
         seconds = duration(options.seconds, "--for")
-        result = soak(seconds, options.every, options.seed, folder, lambda text: print(text, flush=True))
-    content = json.dumps(asdict(result), indent=1) + "\n"
-    write_atomically(options.out / "soak.json", content.encode())
-    draw(result, options.out / "soak.png")
+
+        def keep(result: Result) -> None:
+            write_atomically(options.out / "soak.json", (json.dumps(asdict(result), indent=1) + "\n").encode())
+            draw(result, options.out / "soak.png")
+
+        result = soak(seconds, options.every, options.seed, folder, lambda text: print(text, flush=True), keep)
+    keep(result)
     print(
         f"{len(result.faults)} faults in {result.seconds:.0f} s: {result.steps:,} steps, {result.repeated} repeated, "
         f"{len(result.hangs)} hangs, goodput {result.goodput:.1%}; longest without a step: {result.gaps[0]:.1f} s"
