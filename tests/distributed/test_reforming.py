@@ -56,11 +56,10 @@ def generation(life: Life, group: Counted, number: int, lost_at: int | None) -> 
             raise PeerLost("the last rank is lost")
         return step(session, *arguments, **options)
 
-    ranks = list(range(group.world_size))
-    names = [f"device {rank}" for rank in ranks]
+    names = [f"device {rank}" for rank in range(group.world_size)]
     Session.step = counting  # type: ignore[assignment, method-assign]
     try:
-        outcome = Generation(life, group, number, names, ranks, lambda: False, True, lambda text: None).run()
+        outcome = Generation(life, group, number, names, lambda: False, True, lambda text: None).run()
         assert (outcome, lost_at) == (Outcome.COMPLETE, None)
     except PeerLost:
         assert lost_at is not None
