@@ -60,11 +60,14 @@ def ls(
 
     if folder != _RUNS and not folder.is_dir():
         raise JobError(f"{folder} is not a folder; name one that holds runs, such as `runs`")
-    found = Runs(folder).poll()
-    rows = [_row(one) for one in found]
-    for service, offered in () if here else _near():
-        if not any(is_known(Path(one.folder), offered.lineage) for one in found):  # this device takes part in those
-            rows.append(_row_near(service, offered))
+    found, near = Runs(folder).poll(), [] if here else list(_near())
+    rows, known = list[list[str]](), set[str]()
+    for one in found:
+        offered = next((offer for _, offer in near if is_known(Path(one.folder), offer.lineage)), None)
+        if offered is None or one.step:  # else the records of rank 0 are on another device, which says more
+            rows.append(_row(one))
+            known |= {offered.lineage} if offered is not None else set()
+    rows += [_row_near(service, offered) for service, offered in near if offered.lineage not in known]
     if rows:
         print_table("", ["run", "state", "step", "accuracy", "devices", "since"], rows, text=(0, 1))
     else:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -81,7 +82,11 @@ def ours(folder: Path) -> list[psutil.Process]:
 
 def rank_process(folder: Path, rank: int) -> psutil.Process:
     """The process of a rank."""
-    return next(process for process in ours(folder) if process.environ().get("RANK") == str(rank))
+    for process in ours(folder):
+        with suppress(psutil.NoSuchProcess):  # one that has ended this moment
+            if process.environ().get("RANK") == str(rank):
+                return process
+    raise AssertionError(f"rank {rank} is not there")
 
 
 def steps(folder: Path, rank: int = 0) -> int:

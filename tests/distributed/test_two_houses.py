@@ -9,7 +9,6 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +81,12 @@ class House:
         return done.stdout
 
     def start(self, *words: str) -> Output:
-        return Output(
-            subprocess.Popen(
-                self._command(sys.executable, "-m", "horizonml", *words), env=self._environment(), text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-            )
+        process = subprocess.Popen(
+            self._command(sys.executable, "-m", "horizonml", *words), env=self._environment(), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+        self._lab._started.append(process)  # which the lab ends
+        return Output(process)
 
     def records(self, rank: int, kind: str) -> list[dict[str, Any]]:
         file = self.home / "runs" / "digits" / f"rank-{rank}.jsonl"
@@ -99,7 +98,7 @@ class House:
 def houses(tmp_path: Path) -> Iterator[tuple[Lab, House, House]]:
     need_networks()
     need("iptables", "iptables")
-    with Lab(tmp_path, 3) as lab, ExitStack():
+    with Lab(tmp_path, 3) as lab:
         yield lab, House(lab, 1, tmp_path / "one"), House(lab, 2, tmp_path / "other")
 
 
