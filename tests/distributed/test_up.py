@@ -152,7 +152,8 @@ def test_data_travels_to_who_accepts_it_and_a_stop_ends_the_run_for_all(devices:
     joiner.says("the data is in")
     wait_for(lambda: len(devices.records(1, 1, "step")) > 5, "steps on the joiner")
     for device in (1, 2):  # one takes part in it, and the other does not
-        listed = devices.lab.run(device, sys.executable, "-m", "horizonml", "ls").stdout
+        listed = devices.lab.run(device, sys.executable, "-m", "horizonml", "ls", COLUMNS="200").stdout
+        assert len(listed.splitlines()) == 3, listed  # the heads, and one run
         assert re.search(r"^digits on device-0 .*running +\d.* 2 ", listed, re.M), listed
     stopped = devices.lab.run(0, sys.executable, "-m", "horizonml", "stop", "runs")
     assert "runs/digits has stopped after step " in stopped.stdout, stopped.stderr
