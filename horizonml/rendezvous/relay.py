@@ -53,7 +53,7 @@ _AGAIN_SECONDS = 2.0
 _START_SECONDS, _END_SECONDS = 10.0, 2.0
 _TAKEN = "that name is taken"
 _LOOK_SECONDS = 0.5
-PASSED = {PORT, PORT + 1, STANDBY_PORT}  # the ports of this device at which the others may connect
+OPEN_PORTS = {PORT, PORT + 1, STANDBY_PORT}  # the ports of this device at which the others may connect
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -202,7 +202,7 @@ async def _say(writer: asyncio.StreamWriter, fields: Fields) -> None:
 
 
 class Registration(threading.Thread):
-    """Keeps this device registered at a relay, and passes on what comes for the ports that are `PASSED`."""
+    """Keeps this device registered at a relay, and passes on what comes for the ports that are `OPEN_PORTS`."""
 
     def __init__(self, at: tuple[str, int], room: str, name: str | None = None) -> None:
         """Register in a room, under a name or else an address that is drawn."""
@@ -285,7 +285,7 @@ class Registration(threading.Thread):
 
     async def _take(self, number: str, port: int) -> None:
         """Connect a call with a port of this device."""
-        if port not in PASSED:
+        if port not in OPEN_PORTS:
             return
         with suppress(OSError, ValueError, TimeoutError):
             near = await asyncio.open_connection("127.0.0.1", port)

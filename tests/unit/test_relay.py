@@ -17,7 +17,7 @@ from horizonml.machine.network import AddressProbe, listen, route_to
 from horizonml.machine.relay import PAIRING_ROOM, Relay, address_in, ask, connect, is_relayed, query, through
 from horizonml.rendezvous import relay as module
 from horizonml.rendezvous.pairing import Pairing, find_and_pair
-from horizonml.rendezvous.relay import PASSED, Registration, RelayServer, find_at_relay, registered, room_of
+from horizonml.rendezvous.relay import OPEN_PORTS, Registration, RelayServer, find_at_relay, registered, room_of
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import issue, server_context
 from horizonml.security.token import make_token
@@ -85,7 +85,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
         threading.Thread(target=serve, daemon=True).start()
         port = int(listener.getsockname()[1])
-        monkeypatch.setattr(module, "PASSED", {port})
+        monkeypatch.setattr(module, "OPEN_PORTS", {port})
         yield port
         listener.shutdown(socket.SHUT_RDWR)
 
@@ -126,7 +126,7 @@ def test_devices_on_one_network_speak_without_the_relay(relay: Running, echo: in
         assert there.relay is not None
         with listen("0.0.0.0", 0) as listener:
             port = int(listener.getsockname()[1])
-            assert port not in module.PASSED  # so that the relay would not lead there
+            assert port not in module.OPEN_PORTS  # so that the relay would not lead there
             with closing(connect(there.relay.own, port, 5.0)) as connection:
                 assert connection.getpeername()[1] == port
         with closing(connect(own.own, echo, 5.0)) as connection:  # this device itself
@@ -136,7 +136,7 @@ def test_devices_on_one_network_speak_without_the_relay(relay: Running, echo: in
 @pytest.mark.usefixtures("apart")
 def test_only_ports_for_training_are_passed_on(relay: Running, echo: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TAKE_SECONDS", 0.5)
-    monkeypatch.setattr(module, "PASSED", PASSED)
+    monkeypatch.setattr(module, "OPEN_PORTS", OPEN_PORTS)
     with Registration(relay.at, ROOM) as there, through(Relay(*relay.at, ROOM, "x")):
         assert there.relay is not None
         with pytest.raises(ConnectionRefusedError, match="that device does not take the call"):
@@ -218,7 +218,7 @@ def test_a_device_pairs_through_a_relay(
     monkeypatch.setenv("HORIZONML_TOKEN_FILE", str(tmp_path_factory.mktemp("home") / "token"))
     token, over = make_token(), threading.Event()
     pairing, listener = Pairing(token), socket.create_server(("127.0.0.1", 0))
-    monkeypatch.setattr(module, "PASSED", {listener.getsockname()[1]})
+    monkeypatch.setattr(module, "OPEN_PORTS", {listener.getsockname()[1]})
     monkeypatch.setattr("horizonml.rendezvous.pairing.PORT", listener.getsockname()[1])
     service = Service(listener, server_context(token), strangers=pairing)
     thread = threading.Thread(target=service.run, args=(over.is_set,))

@@ -28,7 +28,7 @@ from horizonml.rendezvous.devices import DeviceHeartbeat, measure_link
 from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_clocks
 from horizonml.rendezvous.discovery.finding import ServiceAddress
 from horizonml.rendezvous.discovery.records import STANDBY_PORT, this_device
-from horizonml.rendezvous.relay import PASSED
+from horizonml.rendezvous.relay import OPEN_PORTS
 from horizonml.runtime.lobby.offer import CalledAway, JoinPreparation, JoinSettings, confinement, job_text, take_folder
 from horizonml.runtime.lobby.rank import Child, Progress, secret
 from horizonml.runtime.lobby.view import device_words
@@ -76,7 +76,7 @@ class JoinSession:
             try:
                 preparation = JoinPreparation(self._settings, self._stop, self._heartbeat, self._where)
                 job, lineage = preparation.job()
-                PASSED.update((job.security.port, job.security.port + 1))  # where this device uses a relay
+                OPEN_PORTS.update((job.security.port, job.security.port + 1))  # where this device uses a relay
                 self._offer = preparation.offer
                 job = preparation.with_data(job)
                 file = scratch / "job.yaml"

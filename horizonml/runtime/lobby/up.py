@@ -27,7 +27,7 @@ from horizonml.rendezvous.devices import Device
 from horizonml.rendezvous.discovery.multicast import usable
 from horizonml.rendezvous.discovery.records import measure_gflops, this_device
 from horizonml.rendezvous.pairing import Pairing
-from horizonml.rendezvous.relay import PASSED, Registration, registered, room_of
+from horizonml.rendezvous.relay import OPEN_PORTS, Registration, registered, room_of
 from horizonml.rendezvous.service import Service
 from horizonml.rendezvous.shared_files import FileServer
 from horizonml.runtime.lobby import terminal
@@ -147,7 +147,7 @@ class Up:
     def _use_relay(self, stack: ExitStack, at: tuple[str, int]) -> None:
         """Let devices come through a relay. Raises RendezvousError."""
         assert self._settings.token is not None
-        PASSED.update((self._settings.job.security.port, self._settings.job.security.port + 1))
+        OPEN_PORTS.update((self._settings.job.security.port, self._settings.job.security.port + 1))
         stack.enter_context(registered(at, room_of(self._settings.token)))
         if self._pairing is not None:
             stack.enter_context(Registration(at, PAIRING_ROOM, address_in(self._pairing.offer.number)))
