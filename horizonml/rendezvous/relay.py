@@ -97,6 +97,8 @@ class RelayServer:
             _log.debug("%s went away: %s", host, error)
         finally:
             self._from[host] -= 1
+            if not self._from[host]:
+                del self._from[host]  # or every address that has ever come would be kept
             writer.close()
 
     async def _answer(
