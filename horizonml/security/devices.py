@@ -24,6 +24,7 @@ from horizonml.text import nearest, printable
 
 MOST_REVOKED = 32 << 10  # characters of a list
 _MOST_NAME = 63
+_LIST = "revoked.pem"
 _SERIALS = 1 << 28, 1 << 31  # of 8 hexadecimal digits
 
 
@@ -79,8 +80,10 @@ class PairedDevices:
             raise SecurityError(f"{what} called {words!r} ({'`horizonml devices` lists them'}){advice}")
         gone = replace(found[0], revoked=True)
         self._save([gone if one.id == gone.id else one for one in known])
-        revoked = [int(one.id, 16) for one in self.all() if one.revoked]
-        self._write("revoked.pem", tls.sign_revoked(self._shared, revoked, len(revoked)))
+        number, revoked = 0, frozenset[int]()
+        with suppress(OSError, ValueError):  # the list may know more than the devices' file, if that was lost
+            number, revoked = tls.read_revoked(self._shared, self._file.with_name(_LIST).read_bytes())
+        self._write(_LIST, tls.sign_revoked(self._shared, revoked | {int(gone.id, 16)}, number + 1))
         return gone
 
     def _save(self, known: list[PairedDevice]) -> None:
@@ -150,4 +153,4 @@ class Revoked:
         return False
 
 
-REVOKED = Revoked(lambda: token_file().with_name("revoked.pem"))
+REVOKED = Revoked(lambda: token_file().with_name(_LIST))

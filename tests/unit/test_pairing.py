@@ -23,7 +23,7 @@ from horizonml.rendezvous.service import Service
 from horizonml.rendezvous.wire import fields_of
 from horizonml.security.devices import PairedDevices, Revoked
 from horizonml.security.pairing import CODE_SECONDS, MOST_WRONG, CodeOffer, DeviceHalf, WrongCode, read_code, words
-from horizonml.security.tls import any_context, certificate, client_context, server_context, sign_revoked
+from horizonml.security.tls import any_context, certificate, client_context, read_revoked, server_context, sign_revoked
 from horizonml.security.token import make_token, parse_token, save_token
 from tests.commands import command
 from tests.distributed.processes import wait_for
@@ -234,6 +234,11 @@ def test_the_token_of_one_device_is_revoked_and_the_others_notice_nothing(home: 
     assert len([one for one in known.all() if one.revoked]) == 2
     with pytest.raises(SecurityError, match=r"no device that has a token of its own is called 'pi-3'.*did you mean"):
         known.revoke("pi-3")
+    (home / "devices.json").unlink()  # what was revoked stays so, and the next list is newer
+    known.issue("pi-4")
+    known.revoke("pi-4")
+    number, revoked = read_revoked(TOKEN, (home / "revoked.pem").read_bytes())
+    assert (number, len(revoked)) == (3, 3)
 
 
 def test_others_learn_what_is_revoked_from_the_service_and_shut_it_out_themselves(home: Path) -> None:
