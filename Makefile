@@ -36,6 +36,9 @@ BIN := $(VENV)/bin
 export PATH := $(PATH):$(CURDIR)/build/bin
 
 .DEFAULT_GOAL := help
+PORTABLE = $(addprefix tests/,unit/test_tunnel.py unit/test_tunnel_process.py unit/test_join.py \
+	$(addprefix distributed/test_,tunnel.py training.py joining.py up.py)) # what also runs as on other systems
+
 .PHONY: help setup demo test test-slow unit lint format generate docs token images kind-up kind-down e2e bench bench-long \
 	bench-smoke hetero footprint helm horovod horovod-tensorflow test-gpu test-launchers soak clean
 
@@ -65,6 +68,8 @@ test: setup ## Test on this machine, with real ranks, in a few minutes
 
 test-slow: setup ## Run the tests that take long: faults, slow links, benches, and the documentation's commands
 	@"$(BIN)/python" -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m slow
+	@HORIZONML_PORTABLE=1 "$(BIN)/python" -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "" \
+		$(PORTABLE)
 
 ##@ Develop
 unit: setup ## Run the fast tests, without ranks

@@ -53,7 +53,7 @@ def cache_folder() -> Path:
     try:
         return Path.home() / ".cache" / "horizonml"
     except RuntimeError:  # a user without a home, as in some containers
-        return _own_temporary()
+        return own_temporary()
 
 
 def hub_cache() -> Path:
@@ -62,14 +62,14 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
 
 
-def _own_temporary() -> Path:
+def own_temporary() -> Path:
     """Return a folder for temporary files that only this user can read and write. Raises JobError."""
     folder = Path(tempfile.gettempdir()) / f"horizonml-{os.getuid()}"
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat() if os.path.lexists(folder) else None
     if found is not None and (not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022):
-        raise JobError(f"{folder} belongs to somebody else, or others can write there; set HORIZONML_CACHE to a folder")
+        raise JobError(f"{folder} belongs to somebody else, or others can write there; set TMPDIR to another folder")
     return folder
 
 

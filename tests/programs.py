@@ -12,8 +12,10 @@ from typing import NoReturn
 import pytest
 
 from benchmarks.chaos import network
+from horizonml.comm.tunnel.addresses import is_portable
 
 ALL = "HORIZONML_TEST_ALL"  # set where every program is promised, as in CI: one that is missing is a failure there
+not_portable = pytest.mark.skipif(is_portable(), reason="the portable mode does without the kernel's lists of sockets")
 WITHOUT = "HORIZONML_TEST_WITHOUT"  # programs that are not promised nevertheless, separated by spaces
 
 

@@ -17,11 +17,10 @@ import re
 import select
 import socket
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -32,6 +31,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from horizonml.comm.tunnel.addresses import (
     Published,
+    is_address_of,
+    is_portable,
     kernel_table,
     others_connected,
     own_address,
@@ -57,7 +58,7 @@ class PublishedAddresses(Store):
         self._store, self._rank, self._ranks, self._links = store, rank, ranks, links
         self._openings: dict[int, int] = {}  # the number of each opening in the tunnel, by rank
         self.own: list[Published] = []  # what this rank has published, for each network interface
-        self._vouchers: list[socket.socket] = []
+        self._vouchers: list[ExitStack] = []
 
     def set(self, key: str, value: Any) -> None:
         """Publish this rank's address."""
@@ -134,16 +135,18 @@ class PublishedAddresses(Store):
 
     def _reachable(self, rank: int, published: Published, links: Links) -> bytes:
         """Return a rank's address as gloo is to see it. Raises ValueError if it is not that rank's."""
-        if published.address != own_address(rank) or not published.port:
-            raise ValueError(f"{published.address}:{published.port}")
-        if not links.far(rank, self._rank):
+        far, found = links.far(rank, self._rank), published.address
+        if not (is_address_of(found, rank) if far else found == own_address(rank)) or not published.port:
+            raise ValueError(f"{found}:{published.port}")
+        if not far:
             return published.blob
-        peer, stand_in = links.peers[rank], stand_in_address(rank)
+        assert found is not None
+        peer, stand_in = links.peers[rank], stand_in_address(rank, rank > self._rank)
         if rank > self._rank:  # it connects to this one
             return published.moved(stand_in, _UNUSED)
         links.tunnel.ensure()
-        target = own_address(rank), published.port
-        self._openings[rank], (address, port) = links.tunnel.open(peer.address, peer.port, stand_in, target)
+        target, own_port = (found, published.port), self.own[-1].port
+        self._openings[rank], (address, port) = links.tunnel.open(peer.address, peer.port, stand_in, target, own_port)
         return published.moved(address, port)
 
 
@@ -154,10 +157,12 @@ _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 def guard(own: Sequence[Published]) -> None:
     """Make gloo deaf at all the sockets that it has published, and check who has connected to them by now.
 
-    Raises PeerLost.
+    The portable mode has no means to do so. Raises PeerLost.
     """
+    if is_portable():
+        return
     deaf = [silence(one) for one in own]
-    if not all(deaf) and sys.platform == "linux":  # other systems have no such lists
+    if not all(deaf):
         _warn()
     if any(others_there(one) for one in own):  # who may have taken a rank's place
         raise PeerLost("another user of this machine has connected to this rank while its group connected")
@@ -221,7 +226,7 @@ def _watchers() -> Iterator[tuple[int, list[int]]]:
     """Yield each epoll descriptor of this process, and those that it watches."""
     try:
         names = os.listdir("/proc/self/fdinfo")
-    except OSError:  # not Linux
+    except OSError:  # hidden
         return
     for name in names:
         with suppress(OSError):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
-from horizonml.comm.tunnel.addresses import is_ours
+from horizonml.comm.tunnel.addresses import is_ours, is_portable
 from horizonml.comm.tunnel.client import AES, CHACHA, Links, Tunnel, TunnelPeer, TunnelUsage
 from horizonml.errors import PeerLost
 from horizonml.profiling.probe import probe_pairs
@@ -73,7 +73,8 @@ def train_beside_strangers(rank: int, world_size: int, store: Store, case: Case,
             store.set(f"ready/{rank}", json.dumps(listening()))
             before = len(os.listdir("/dev/fd"))
             store.wait(["attacked"], timedelta(seconds=100))
-            assert len(os.listdir("/dev/fd")) <= before + 2, "strangers leave descriptors open"
+            # In the portable mode, gloo goes on to take connections, of this machine's processes only.
+            assert is_portable() or len(os.listdir("/dev/fd")) <= before + 2, "strangers leave descriptors open"
     return state_of(session)
 
 

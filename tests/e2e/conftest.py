@@ -53,16 +53,18 @@ def clean(cluster: Cluster) -> Iterator[Cluster]:
 def cleaned(cluster: Cluster) -> Iterator[None]:
     """Delete the jobs that are there in the end."""
     cluster.token()
-    yield
-    print(cluster.kubectl("-n", NAMESPACE, "get", "pods,pvc", check=False, both=True))
-    print(cluster.log(0)[-3000:])
-    every = ("-l", "app.kubernetes.io/part-of=horizonml")
-    for pod in cluster.get("pods")["items"]:
-        if any(status.get("restartCount") for status in pod["status"].get("containerStatuses", [])):
-            last = cluster.kubectl(
-                "-n", NAMESPACE, "logs", "--previous", pod["metadata"]["name"], check=False, both=True
-            )
-            print(f"{pod['metadata']['name']} was restarted; before that it said:\n{last[-3000:]}")
-    parts = "statefulset,deployment,job,service,configmap,networkpolicy,pdb,role,rolebinding,serviceaccount"
-    cluster.kubectl("-n", NAMESPACE, "delete", parts, *every, timeout=240)
-    wait_for(lambda: not cluster.get("pods")["items"], "the end of all pods", 120)
+    try:
+        yield
+    finally:
+        print(cluster.kubectl("-n", NAMESPACE, "get", "pods,pvc", check=False, both=True))
+        print(cluster.log(0)[-3000:])
+        every = ("-l", "app.kubernetes.io/part-of=horizonml")
+        for pod in cluster.get("pods")["items"]:
+            if any(status.get("restartCount") for status in pod["status"].get("containerStatuses", [])):
+                last = cluster.kubectl(
+                    "-n", NAMESPACE, "logs", "--previous", pod["metadata"]["name"], check=False, both=True
+                )
+                print(f"{pod['metadata']['name']} was restarted; before that it said:\n{last[-3000:]}")
+        parts = "statefulset,deployment,job,service,configmap,networkpolicy,pdb,role,rolebinding,serviceaccount"
+        cluster.kubectl("-n", NAMESPACE, "delete", parts, *every, timeout=240)
+        wait_for(lambda: not cluster.get("pods")["items"], "the end of all pods", 120)

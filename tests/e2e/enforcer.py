@@ -6,8 +6,8 @@ Where the plugin does, this changes nothing: both allow the same.
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -34,31 +34,31 @@ class Enforcer:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="policies", daemon=True)
-        self.problem: Exception | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="policies")
 
     def __enter__(self) -> Enforcer:
         self._apply()
-        self._thread.start()
+        self._kept = self._pool.submit(self._keep)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
     def stop(self) -> None:
-        """Take the rules away, before the end of the context, too."""
+        """Take the rules away, before the end of the context, too.
+
+        Raises whatever has ended the thread before: without it, rules are out of date.
+        """
         self._done.set()
-        self._thread.join(30)
-        self._restore([])
-        assert self.problem is None, self.problem
+        try:
+            self._kept.result(30)
+        finally:
+            self._restore([])
+            self._pool.shutdown(wait=False)
 
     def _keep(self) -> None:
         while not self._done.wait(0.5):
-            try:
-                self._apply()
-            except (AssertionError, subprocess.TimeoutExpired) as error:  # a command failed; told at the end
-                self.problem = error
-                return
+            self._apply()
 
     def _apply(self) -> None:
         pods, servers = self._pods(), self._servers()
@@ -94,7 +94,8 @@ class Enforcer:
     def _servers(self) -> list[Pod]:
         """The API server, which is no pod to policies."""
         found = [one for one in self._items("endpoints") if one["metadata"]["name"] == "kubernetes"]
-        return [Pod(address=one["ip"]) for ends in found for part in ends["subsets"] for one in part["addresses"]]
+        parts = [part for ends in found for part in ends.get("subsets", [])]
+        return [Pod(address=one["ip"]) for part in parts for one in part.get("addresses", [])]  # none while it is busy
 
     def _gateways(self) -> list[str]:
         shown = self._cluster.docker(

@@ -6,7 +6,6 @@ import os
 import select
 import socket
 import struct
-import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,9 +14,9 @@ import pytest
 from horizonml.comm.connect import guard, others_there
 from horizonml.comm.tunnel.addresses import Published, own_address
 from horizonml.errors import PeerLost
-from tests.programs import need_root
+from tests.programs import need_root, not_portable
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such lists")
+pytestmark = not_portable
 
 
 def published(listener: socket.socket) -> Published:

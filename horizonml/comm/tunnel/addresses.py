@@ -1,67 +1,115 @@
 """Defines the addresses of tunnels: how gloo publishes a rank's address, and how a tunnel names the wanted rank.
 
-Each rank has loopback addresses, and the kernel says who listens at one and who has connected from one. gloo publishes
-a length and the host's name, a length and the address, and a number for each of its connections. The address is a
-`sockaddr_storage` of the kernel's, followed by a sequence number. The first bytes on a tunnel's connection name the
-rank that is wanted at the other machine, and the answer says whether it was reached.
+On Linux, each rank has loopback addresses, and the kernel says who listens at one and who has connected from one. In
+the portable mode, which other systems have by themselves, all ranks are at one loopback address, and other users of
+the same machine are not kept out.
+
+gloo publishes a length and the host's name, a length and the address, and a number for each of its connections. The
+address is a `sockaddr_storage` of the kernel's, followed by a sequence number. The first bytes on a tunnel's connection
+name the rank that is wanted at the other machine, and the answer says whether it was reached.
 """
 
 from __future__ import annotations
 
 import enum
+import errno
 import hashlib
 import hmac
+import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
+from horizonml.files import own_temporary
 from horizonml.security.token import Token
 
 NETWORK = IPv4Network("127.64.0.0/10")  # part of the loopback network, which never leaves a machine
 _LISTEN, _CONNECTED = 0x0A, (0x01, 0x02)  # states of TCP: established, and about to be
 _TABLE = Path("/proc/net/tcp")
+PORTABLE = "HORIZONML_PORTABLE"
+_LOOPBACK, _ABOVE = "127.0.0.1", "127.0.0.2"  # the one that every system has, and a greater one
+_LOWEST_PORT = 1024
+
+
+def is_portable(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether to do without the loopback addresses and the lists of sockets that only Linux has."""
+    return sys.platform != "linux" or env.get(PORTABLE) == "1"
 
 
 def own_address(rank: int) -> str:
     """Return the loopback address at which a rank of a group listens."""
-    return str(NETWORK[2 * rank + 2])
+    return _LOOPBACK if is_portable() else str(NETWORK[2 * rank + 2])
 
 
-def stand_in_address(rank: int) -> str:
+def probe_address() -> str:
+    """Return a loopback address for a listener that belongs to no rank."""
+    return _LOOPBACK if is_portable() else str(NETWORK[-2])
+
+
+def is_address_of(address: str | None, rank: int) -> bool:
+    """Return whether a rank on another machine, with or without the portable mode, may listen at this address."""
+    return address in (_LOOPBACK, str(NETWORK[2 * rank + 2]))
+
+
+def stand_in_address(rank: int, connects_here: bool) -> str:
     """Return the loopback address that stands for a rank on another machine.
 
     Of two ranks, gloo lets the one with the greater address connect to the other, and each compares its own address
     with what it believes to be the other's. Both come to the same result, because this address lies between those of
-    the rank and its successor.
+    the rank and its successor. In the portable mode, it is greater than any rank's own if the other one
+    `connects_here`; else the ports decide, see `stand_in`.
     """
+    if is_portable():
+        return _ABOVE if connects_here else _LOOPBACK
     return str(NETWORK[2 * rank + 3])
+
+
+def stand_in(address: str, own_port: int) -> socket.socket:
+    """Return a socket that listens at a stand-in's address.
+
+    Where this is the address of the rank itself, which listens at `own_port`, it has a port that gloo takes for a
+    smaller one, so that it lets the rank connect to it. gloo compares ports as they lie in memory, in the byte order of
+    the network. Raises OSError.
+    """
+    if address != _LOOPBACK:
+        return socket.create_server((address, 0), backlog=4)
+    for port in range((1 << 16) - 1, _LOWEST_PORT, -1):
+        if socket.htons(port) < socket.htons(own_port):
+            with suppress(OSError):
+                return socket.create_server((address, port), backlog=4)
+    raise OSError(errno.EADDRINUSE, f"no port that gloo takes for smaller than {own_port} is free")
 
 
 def is_ours(address: str) -> bool:
     """Return whether a tunnel may lead to this address."""
+    if is_portable():
+        return address == _LOOPBACK
     try:
         return IPv4Address(address) in NETWORK
     except ValueError:
         return False
 
 
-def vouch(token: Token, address: str, port: int) -> socket.socket:
-    """Let tunnels with this token lead to a rank's listener, until the socket that is returned is closed.
+def vouch(token: Token, address: str, port: int) -> ExitStack:
+    """Let tunnels with this token lead to a rank's listener, until what is returned is closed.
 
-    Other runs of the same user have other tokens, and whoever has theirs must not reach this one's listeners. The
-    socket has a name in the kernel only, which nobody can find without the token before it is there. Raises OSError.
+    Other runs of the same user have other tokens, and whoever has theirs must not reach this one's listeners. It is a
+    socket with a name in the kernel only, which nobody can find without the token before it is there; in the portable
+    mode, with a file in a folder of this user's. Raises OSError.
     """
-    voucher = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        voucher.bind(_voucher(token, address, port))
-    except OSError:
-        voucher.close()
-        raise
-    return voucher
+    name = _voucher(token, address, port)
+    with ExitStack() as held:
+        voucher = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        if is_portable():
+            Path(os.fsdecode(name)).unlink(missing_ok=True)  # of a process that was killed
+            held.callback(Path(os.fsdecode(name)).unlink, missing_ok=True)
+        voucher.bind(name)
+        return held.pop_all()
 
 
 def is_vouched_for(token: Token, address: str, port: int) -> bool:
@@ -72,8 +120,10 @@ def is_vouched_for(token: Token, address: str, port: int) -> bool:
 
 def _voucher(token: Token, address: str, port: int) -> bytes:
     """Return the name of the socket that vouches for a listener; names that begin with a zero are in no folder."""
-    proof = hmac.new(token.secret, f"horizonml listener {address}:{port}".encode(), hashlib.sha256)
-    return b"\0horizonml-" + proof.hexdigest()[:40].encode()
+    proof = hmac.new(token.secret, f"horizonml listener {address}:{port}".encode(), hashlib.sha256).hexdigest()
+    if is_portable():
+        return os.fsencode(own_temporary() / proof[:24])  # a system may take no more than 103 bytes in all
+    return b"\0horizonml-" + proof[:40].encode()
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizonml.comm.tunnel.addresses import vouch
+from horizonml.comm.tunnel.addresses import is_portable, vouch
 from horizonml.errors import SecurityError
+from horizonml.files import own_temporary, write_atomically
 from horizonml.security.token import Token
 
 AES, CHACHA = "TLS_AES_128_GCM_SHA256", "TLS_CHACHA20_POLY1305_SHA256"
@@ -29,13 +30,13 @@ _CPU = Path("/proc/cpuinfo")
 _AES = re.compile(r"^(flags|Features)\s*:.*\baes\b", re.MULTILINE)
 
 
-def offered(processors: str) -> list[str]:
+def offered(processors: str | None) -> list[str]:
     """Return the ciphers that a machine offers to others, the best first, by the kernel's list of its processors.
 
-    A processor without instructions for AES offers ChaCha20 alone, so that its stronger peers use that, too: the weaker
-    one of two machines decides how fast they are together.
+    Without such a list, it offers both. A processor without instructions for AES offers ChaCha20 alone, so that its
+    stronger peers use that, too: the weaker one of two machines decides how fast they are together.
     """
-    return [AES, CHACHA] if _AES.search(processors) else [CHACHA]
+    return [AES, CHACHA] if processors is None or _AES.search(processors) else [CHACHA]
 
 
 def configuration(ciphers: list[str]) -> str:
@@ -94,11 +95,6 @@ class Tunnel:
         If another rank of this machine does so already, this one stands by. Raises SecurityError if the port cannot be
         had.
         """
-        if sys.platform != "linux":
-            raise SecurityError(
-                "links between machines are protected on Linux only; train in containers, on this machine alone, or "
-                "in a private network without a token (HORIZONML_INSECURE=1)"
-            )
         self._token, self._encrypt, self._at = token, encrypt, (address, port)
         self._lock = threading.Lock()
         self._ensuring = threading.Lock()  # a thread that connected the last group may still be at it
@@ -169,19 +165,22 @@ class Tunnel:
         line.settimeout(_ANSWER_SECONDS)
         self._line = line  # from now on other threads may ask, too
 
-    def open(self, host: str, port: int, stand_in: str, target: tuple[str, int]) -> tuple[int, tuple[str, int]]:
+    def open(
+        self, host: str, port: int, stand_in: str, target: tuple[str, int], own_port: int
+    ) -> tuple[int, tuple[str, int]]:
         """Return the number and the address of a socket that stands for a rank on another machine. Raises TunnelGone.
 
-        Whoever of this user connects to it first is connected to `target` there.
+        Whoever of this user connects to it first is connected to `target` there. This rank listens at `own_port`.
         """
-        reply = self._ask({"do": "open", "host": host, "port": port, "stand_in": stand_in, "target": target})
+        where = {"host": host, "port": port, "stand_in": stand_in, "own_port": own_port}
+        reply = self._ask({"do": "open", **where, "target": target})
         if "error" in reply:
             raise TunnelGone(f"the tunnel cannot listen at {stand_in}: {reply['error']}")
         address, port = reply["at"]
         return int(reply["number"]), (address, port)
 
-    def vouch(self, address: str, port: int) -> socket.socket:
-        """Let other machines' ranks reach a listener of this one until the socket that is returned is closed.
+    def vouch(self, address: str, port: int) -> ExitStack:
+        """Let other machines' ranks reach a listener of this one until what is returned is closed.
 
         Raises OSError.
         """
@@ -253,12 +252,16 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_PACKAGE)]))
     try:
-        # Linux keeps this file in memory: a container may have no other place to write to.
-        with theirs, os.fdopen(os.memfd_create("openssl"), "wb") as configured:
-            configured.write(configuration(offered(_CPU.read_text(errors="replace"))).encode())
-            configured.flush()
-            number = configured.fileno()
-            env = {**os.environ, "PYTHONPATH": path, "OPENSSL_CONF": f"/proc/self/fd/{number}"}
+        with theirs, ExitStack() as held:
+            if is_portable():
+                configured, given = own_temporary() / "openssl.cnf", []
+                write_atomically(configured, configuration(offered(None)).encode())
+            else:  # Linux keeps this file in memory: a container may have no other place to write to.
+                memory = held.enter_context(os.fdopen(os.memfd_create("openssl"), "wb"))
+                memory.write(configuration(offered(_CPU.read_text(errors="replace"))).encode())
+                memory.flush()
+                configured, given = Path(f"/proc/self/fd/{memory.fileno()}"), [memory.fileno()]
+            env = {**os.environ, "PYTHONPATH": path, "OPENSSL_CONF": str(configured)}
             for name in ("HORIZONML_TOKEN", "HORIZONML_TOKEN_FILE"):  # the token comes by the line
                 env.pop(name, None)
             process = subprocess.Popen(
@@ -266,7 +269,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=env,
-                pass_fds=[number],
+                pass_fds=given,
                 start_new_session=True,  # Ctrl-C is for the rank
             )
     except OSError:

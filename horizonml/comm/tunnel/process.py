@@ -24,13 +24,15 @@ from typing import Any
 
 from horizonml.comm.tunnel.addresses import (
     HEADER_BYTES,
-    NETWORK,
     Target,
     TunnelAnswer,
     connected_from,
+    is_portable,
     is_vouched_for,
     kernel_table,
     listener_of,
+    probe_address,
+    stand_in,
     vouch,
 )
 from horizonml.comm.tunnel.ends import Pipe, PlainEnd, SecureEnd
@@ -45,7 +47,6 @@ HANDSHAKE_SECONDS = 5.0
 _REACH_SECONDS = 30.0  # in which another machine's tunnel must answer
 _AGAIN_SECONDS = 0.25  # between two attempts to reach it, or to take over the machine's port
 _MOST_WAITING = 16  # connections to a stand-in; the kernel keeps less
-_PROBE = str(NETWORK[-2])  # no rank's address
 
 
 @dataclass
@@ -176,10 +177,11 @@ class Carrier:
         """Return whether the tunnel that has the port would carry to this one's user. Raises OSError."""
         with (
             await self._connect(where) as connection,
-            socket.create_server((_PROBE, 0)) as probe,
-            vouch(self._token, _PROBE, probe.getsockname()[1]),
+            socket.create_server((probe_address(), 0)) as probe,
+            vouch(self._token, probe_address(), probe.getsockname()[1]),
         ):
-            far = await self._reach_tunnel(connection, Target(_PROBE, probe.getsockname()[1], False))
+            target = Target(probe_address(), probe.getsockname()[1], plain=False)
+            far = await self._reach_tunnel(connection, target)
             return await far.receive(1) == bytes([TunnelAnswer.CONNECTED])
 
     async def _connect(self, where: Address) -> socket.socket:
@@ -251,7 +253,7 @@ class Carrier:
         """Connect to one of this user's ranks on this machine that has this token, and to nothing else."""
         if len(self._pipes) >= MOST_CONNECTIONS:
             return TunnelAnswer.FULL, None
-        is_own = listener_of(kernel_table(), target.address, target.port) == os.geteuid()
+        is_own = is_portable() or listener_of(kernel_table(), target.address, target.port) == os.geteuid()
         if not is_own or not is_vouched_for(self._token, target.address, target.port):
             return TunnelAnswer.NOBODY, None
         near = socket.socket()
@@ -278,15 +280,11 @@ class Carrier:
         self._sent += pipe.sent
         self._received += pipe.received
 
-    def open(self, host: str, port: int, stand_in: str, target: Target) -> tuple[int, tuple[str, int]]:
-        """Listen in another machine's stead for one connection of this user's; return its number and address.
-
-        Raises OSError.
-        """
-        listener = socket.create_server((stand_in, 0), backlog=4)
+    def open(self, listener: socket.socket, where: tuple[str, int], target: Target) -> tuple[int, tuple[str, int]]:
+        """Listen in another machine's stead for one connection of this user's; return its number and address."""
         listener.setblocking(False)
         at = listener.getsockname()
-        opening = Opening(listener, (at[0], at[1]), target, (host, port))
+        opening = Opening(listener, (at[0], at[1]), target, where)
         self._opened += 1
         self._openings[self._opened] = opening
         self._loop.add_reader(listener, self._depart, opening)
@@ -312,7 +310,7 @@ class Carrier:
                 return
             near.setblocking(False)
             try:
-                own = connected_from(kernel_table(), (source[0], source[1]), opening.at) == os.geteuid()
+                own = is_portable() or connected_from(kernel_table(), source, opening.at) == os.geteuid()
             except OSError as error:  # nobody can say who it is
                 near.close()
                 self._close(opening.listener)
@@ -446,7 +444,8 @@ class Control:
                 case "open":
                     address, port = request["target"]
                     target = Target(address, port, not self._encrypt)
-                    number, at = carrier.open(request["host"], request["port"], request["stand_in"], target)
+                    listener = stand_in(request["stand_in"], request["own_port"])
+                    number, at = carrier.open(listener, (request["host"], request["port"]), target)
                     return {"number": number, "at": at}
                 case "state":
                     states = [carrier.state_of(number) for number in request["numbers"]]
