@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
-from tests.e2e.cluster import CLUSTER, Cluster
+from tests.e2e.cluster import Cluster
 from tests.manifests.policies import Document, Pod, allowed
 
 PORTS = (
@@ -35,6 +35,9 @@ class Enforcer:
         self._cluster = cluster
         self._done = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="policies")
+        self._rules: list[str] | None = None  # as the nodes have them
+        networks = ("network", "inspect", "kind", "--format", "{{range .IPAM.Config}}{{.Gateway}} {{end}}")
+        self._gateways = [address for address in cluster.docker(*networks).split() if ":" not in address]
 
     def __enter__(self) -> Enforcer:
         self._apply()
@@ -61,8 +64,9 @@ class Enforcer:
             self._apply()
 
     def _apply(self) -> None:
-        pods, servers = self._pods(), self._servers()
-        policies = [{**policy, "kind": "NetworkPolicy"} for policy in self._items("networkpolicy")]
+        found = self._found()
+        pods, servers = pods_of(found), servers_of(found)
+        policies = [one for one in found if one["kind"] == "NetworkPolicy"]
         closed = [(pod, direction) for pod in pods for direction in FLAGS if not _open(policies, pod, direction)]
         about = {pod.address for pod, _ in closed}
         rules = [
@@ -74,49 +78,49 @@ class Enforcer:
         ]
         # What the API server asks a pod on its own node does not come through here, and is let through elsewhere, too.
         # Where the nodes' network rewrites addresses on the way to another node's pods, it comes from the gateway.
-        rules += [f"-s {address} -j RETURN" for address in (*(one.address for one in servers), *self._gateways())]
+        rules += [f"-s {address} -j RETURN" for address in (*(one.address for one in servers), *self._gateways)]
         self._restore([*rules, *(f"{FLAGS[direction]} {pod.address} -j DROP" for pod, direction in closed)])
 
     def _restore(self, rules: list[str]) -> None:
+        if rules == self._rules:
+            return
         lines = ["*filter", f":{CHAIN} - [0:0]", f"-A {CHAIN} -m conntrack --ctstate RELATED,ESTABLISHED -j RETURN"]
         text = "\n".join([*lines, *(f"-A {CHAIN} {rule}" for rule in rules), "COMMIT"])
         script = (
             f"iptables-restore --noflush <<'END'\n{text}\nEND\n"
             f"iptables -C FORWARD -j {CHAIN} 2>/dev/null || iptables -I FORWARD -j {CHAIN}"
         )
-        label = f"label=io.x-k8s.kind.cluster={CLUSTER}"
-        for node in self._cluster.docker("ps", "--quiet", "--filter", label).split():
+        for node in self._cluster.nodes():
             self._cluster.docker("exec", node, "sh", "-c", script)
+        self._rules = rules
 
-    def _items(self, kind: str) -> list[Document]:
-        return list(json.loads(self._cluster.kubectl("get", kind, "--all-namespaces", "-o", "json"))["items"])
+    def _found(self) -> list[Document]:
+        kinds = "networkpolicies,endpoints,namespaces,pods"
+        return list(json.loads(self._cluster.kubectl("get", kinds, "--all-namespaces", "-o", "json"))["items"])
 
-    def _servers(self) -> list[Pod]:
-        """The API server, which is no pod to policies."""
-        found = [one for one in self._items("endpoints") if one["metadata"]["name"] == "kubernetes"]
-        parts = [part for ends in found for part in ends.get("subsets", [])]
-        return [Pod(address=one["ip"]) for part in parts for one in part.get("addresses", [])]  # none while it is busy
 
-    def _gateways(self) -> list[str]:
-        shown = self._cluster.docker(
-            "network", "inspect", "kind", "--format", "{{range .IPAM.Config}}{{.Gateway}} {{end}}"
+def servers_of(found: list[Document]) -> list[Pod]:
+    """The API server, which is no pod to policies."""
+    ends = [one for one in found if (one["kind"], one["metadata"]["name"]) == ("Endpoints", "kubernetes")]
+    parts = [part for one in ends for part in one.get("subsets", [])]
+    return [Pod(address=one["ip"]) for part in parts for one in part.get("addresses", [])]  # none while it is busy
+
+
+def pods_of(found: list[Document]) -> list[Pod]:
+    spaces = {one["metadata"]["name"]: labels_of(one) for one in found if one["kind"] == "Namespace"}
+    pods = [one for one in found if one["kind"] == "Pod" and one["status"].get("podIP")]
+    alive = [one for one in pods if one["status"]["phase"] in ("Pending", "Running")]
+    return [
+        Pod(
+            space := pod["metadata"]["namespace"],
+            labels_of(pod),
+            # Kubernetes adds this label by itself since 1.21.
+            {"kubernetes.io/metadata.name": space, **spaces.get(space, {})},
+            pod["status"]["podIP"],
         )
-        return [address for address in shown.split() if ":" not in address]
-
-    def _pods(self) -> list[Pod]:
-        names = {found["metadata"]["name"]: labels_of(found) for found in self._items("namespace")}
-        return [
-            Pod(
-                pod["metadata"]["namespace"],
-                labels_of(pod),
-                # Kubernetes adds this label by itself since 1.21.
-                {"kubernetes.io/metadata.name": pod["metadata"]["namespace"], **names[pod["metadata"]["namespace"]]},
-                pod["status"]["podIP"],
-            )
-            for pod in self._items("pod")
-            if pod["status"].get("podIP") and not pod["spec"].get("hostNetwork")
-            if pod["status"]["phase"] in ("Pending", "Running")
-        ]
+        for pod in alive
+        if not pod["spec"].get("hostNetwork")
+    ]
 
 
 def labels_of(document: Document) -> dict[str, Any]:

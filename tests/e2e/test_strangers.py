@@ -17,7 +17,8 @@ from tests.e2e.enforcer import Enforcer
 from tests.e2e.tools import IMAGE, run, wait_for
 
 KNOCK = """
-import json, socket, sys
+import json, socket, sys, time
+time.sleep(10)  # until the policies' rules name this pod
 found = {}
 for target in sys.argv[1:]:
     host, port = target.rsplit(":", 1)
@@ -72,6 +73,7 @@ def run_pod(cluster: Cluster, name: str, space: str, labels: dict[str, str], com
 
 
 def knock(cluster: Cluster, name: str, space: str, labels: dict[str, str], targets: list[str]) -> dict[str, Any]:
+    """What a pod finds at each target: "open", "silent" or "refused", once policies know of the pod."""
     return dict(json.loads(run_pod(cluster, name, space, labels, ["python", "-c", KNOCK, *targets])))
 
 

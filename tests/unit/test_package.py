@@ -184,6 +184,13 @@ def test_a_plan_that_no_device_can_carry_out_says_so_first(tmp_path: Path) -> No
     assert not (tmp_path / "plan.yaml").exists()
 
 
+def test_windows_is_told_to_use_wsl() -> None:
+    program = "import os; os.name = 'nt'\nfrom horizonml.cli.main import main\nmain()"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert told.returncode == 1
+    assert told.stderr.startswith("error: HorizonML does not run on Windows itself. Install it in WSL2")
+
+
 def test_a_home_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where a folder would be made")
     result = command(tmp_path, "plan", "digits", "--profile", "--threads", "1", HORIZONML_CACHE=str(tmp_path / "cache"))
