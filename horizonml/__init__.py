@@ -10,7 +10,7 @@ model = run.model()
 import os
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Threads that wait for others sleep instead of spinning, which would keep the very threads they wait for off their
 # cores. OpenMP reads this once, when torch loads it; what the user has set stays.

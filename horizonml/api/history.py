@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -177,31 +176,6 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else f"{value:,}"
 
 
-_WIDTH, _HEIGHT, _POINTS = 480, 160, 240  # of a picture, in pixels, and of a curve
-
-
-def _curves(curves: Sequence[tuple[str, str, Sequence[tuple[int, float]]]]) -> str:
-    """Return a picture (SVG) of losses over steps, on a logarithmic scale; each curve has a name and a colour."""
-    known = {name: [(step, math.log10(loss)) for step, loss in points if loss > 0] for name, _, points in curves}
-    values = [value for points in known.values() for _, value in points if math.isfinite(value)]
-    if not values:
-        return ""
-    low, high, last = min(values), max(values), max(step for points in known.values() for step, _ in points)
-    drawn = []
-    for place, (name, colour, _) in enumerate(curves):
-        points = known[name][:: -(-len(known[name]) // _POINTS) or 1]
-        where = " ".join(
-            f"{step / last * _WIDTH:.1f},{(high - value) / max(high - low, 1e-9) * _HEIGHT:.1f}"
-            for step, value in points
-            if math.isfinite(value)
-        )
-        drawn.append(f'<polyline fill="none" stroke="{colour}" points="{where}"/>')
-        drawn.append(f'<text x="{_WIDTH}" y="{14 * (place + 1)}" text-anchor="end" fill="{colour}">{name}</text>')
-    scale = f"loss from {10**high:.3g} to {10**low:.3g} (logarithmic) over {last:,} steps"
-    size = f'width="{_WIDTH}" height="{_HEIGHT + 2}" viewBox="0 -1 {_WIDTH} {_HEIGHT + 2}"'
-    return f'<svg {size} font-size="12" role="img" aria-label="{scale}">{"".join(drawn)}</svg><p>{scale}</p>'
-
-
 class Run:
     """Gives access to what a run has recorded and saved; `horizonml.train` returns one.
 
@@ -300,10 +274,12 @@ class Run:
     def _repr_html_(self) -> str:
         import html
 
+        from horizonml.api.notebook import picture
+
         held_out = [(one.step, one.loss) for one in self.evaluations]
         curves = [("training", "#1f77b4", [(one.step, one.loss) for one in self.history])]
         curves += [("held-out", "#d62728", held_out)] if held_out else []
-        return f"<p>{html.escape(repr(self))}</p>{_curves(curves)}"
+        return f"<p>{html.escape(repr(self))}</p>{picture(curves)}"
 
     def __repr__(self) -> str:
         about, steps, _ = self._records

@@ -34,6 +34,7 @@ from typing import IO, Any, ClassVar
 from horizonml.api.given import Given, in_plain_words, install
 from horizonml.api.history import Run, Step
 from horizonml.api.jobs import DataLike, JobLike, ModelLike, TaskLike, make_job
+from horizonml.api.notebook import NotebookBar, in_notebook
 from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values
 from horizonml.job.schema import Job
@@ -169,7 +170,8 @@ def train(
             the job sets a strategy.
         on_step: Called in this process with every step, in order. An error that it raises ends the run.
         fresh: Whether to start over; the earlier run is kept beside the new one as NAME.previous.
-        progress: Whether to print the progress: a bar on a terminal, and plain lines elsewhere.
+        progress: Whether to show the progress: as a bar on a terminal, as plain lines elsewhere, and in a notebook as
+            both.
         **fields: Further fields of the job, such as `epochs=3` or `optimizer={"name": "adam"}`. A section is changed
             field by field.
 
@@ -189,7 +191,9 @@ def train(
     folder = made.run_folder.absolute()
     with ExitStack() as stack:
         objects = stack.enter_context(packed(made, given, fresh))
-        parent = stack.enter_context(_Parent(on_step, progress))
+        parent = stack.enter_context(
+            _Parent(on_step, NotebookBar(folder) if progress and in_notebook() else None, progress)
+        )
         command = [sys.executable, "-P", "-m", "horizonml.api.rank", str(objects), str(parent.records)]
         stopped = run_ranks(
             made,
@@ -226,8 +230,8 @@ class _Parent:
     Threads read both streams, so that a slow `on_step` never holds up the training.
     """
 
-    def __init__(self, on_step: Callable[[Step], object] | None, progress: bool) -> None:
-        self._on_step, self._progress = on_step, progress
+    def __init__(self, on_step: Callable[[Step], object] | None, bar: NotebookBar | None, progress: bool) -> None:
+        self._on_step, self._bar, self._progress = on_step, bar, progress
         self._queue: SimpleQueue[str | Step] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._open: list[int] = []
@@ -276,6 +280,8 @@ class _Parent:
 
     def dispatch(self) -> None:
         """Print what has been printed, and hand over the steps that have been recorded since the last call."""
+        if self._bar is not None:
+            self._bar.update()
         while True:
             try:
                 found = self._queue.get_nowait()
@@ -293,6 +299,8 @@ class _Parent:
         for thread in self._threads:
             thread.join(_LAST_SECONDS)
         self.dispatch()
+        if self._bar is not None:
+            self._bar.update(last=True)
 
 
 def _on_terminal() -> bool:

@@ -95,6 +95,17 @@ def route_to(host: str, port: int) -> tuple[str, str]:
     return own, interface_of(own)
 
 
+def rate_to(host: str, port: int) -> int:
+    """Return the rate in Mbit/s at which this machine's interface towards `host` is connected.
+
+    It is 0 where the system does not say, as of most wireless interfaces, and where no route leads there.
+    """
+    try:
+        return int(psutil.net_if_stats()[route_to(host, port)[1]].speed)
+    except (OSError, KeyError):
+        return 0
+
+
 def interface_of(address: str) -> str:
     """Return the name of the interface that has an address. Raises OSError if none has."""
     wanted = address.partition("%")[0]

@@ -95,7 +95,7 @@ def next_release(folder: Path) -> Path:
     package = folder / "next"
     shutil.copytree(ROOT / "horizonml", package / "horizonml", ignore=shutil.ignore_patterns("__pycache__"))
     for name, before, after in (
-        ("__init__.py", '__version__ = "0.1.0"', '__version__ = "0.2.0"'),
+        ("__init__.py", '__version__ = "0.2.0"', '__version__ = "0.3.0"'),
         (
             "rendezvous/messages.py",
             "    begin_after: Seconds = 10.0",
@@ -151,7 +151,7 @@ def test_ranks_and_their_service_are_updated_to_another_release_one_by_one_while
         assert [repeated(folder, number) for number in range(3)] == [0, 0, 0]
         service.terminate()
         said = service.communicate(timeout=30)[0]
-        assert "a rank has HorizonML 0.1.0, and this service has 0.2.0: only one of them knows humour" in said
+        assert "a rank has HorizonML 0.2.0, and this service has 0.3.0: only one of them knows humour" in said
 
 
 def test_the_rank_of_up_is_killed_and_the_other_devices_go_on(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 from horizonml import __version__
 from horizonml.job.jobfile import from_values
 from horizonml.rendezvous.devices import Devices
+from horizonml.rendezvous.discovery import finding
 from horizonml.rendezvous.discovery.finding import MOST_AT_ONCE, Prover
 from horizonml.rendezvous.discovery.records import FoundService
 from horizonml.runtime.lobby.offer import offer
@@ -46,6 +48,15 @@ def test_only_runs_that_show_the_token_count_and_each_of_them_once() -> None:
         assert not any(prover.is_new(service) for service in [*fakes, *real, copy])
         assert Prover(TOKEN).prove(fakes[:2], lambda: False) == []
         assert Prover(None).prove([announced("e", plain.port)], lambda: False)[0].name == "e"
+
+
+def test_of_several_addresses_of_a_run_the_one_with_the_fastest_way_there_is_taken(monkeypatch: Any) -> None:
+    wifi, cable, gone = "127.0.0.1", "127.0.0.2", "192.0.2.1"
+    monkeypatch.setattr(finding, "rate_to", lambda host, port: {wifi: 0, cable: 1000, gone: 10_000}[host])
+    with serving(run(), server_context(TOKEN), "0.0.0.0") as place:
+        (found,) = Prover(TOKEN).prove([announced("a", place.port, wifi, cable, gone)], lambda: False)
+        assert found.host == cable
+        assert found.addresses == (cable, wifi, gone)
 
 
 def test_who_announces_a_thousand_ports_does_not_come_before_another_device() -> None:

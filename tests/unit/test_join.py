@@ -55,11 +55,11 @@ def test_a_peer_is_a_host_with_a_port_or_without() -> None:
 
 
 @contextmanager
-def serving(run: Devices | Handlers, tls: ssl.SSLContext | None) -> Iterator[ServiceAddress]:
+def serving(run: Devices | Handlers, tls: ssl.SSLContext | None, host: str = "127.0.0.1") -> Iterator[ServiceAddress]:
     """Serve on this machine, for the devices of a run or with whatever answers."""
     over = threading.Event()
     roster, handlers = (run.roster, run.handlers()) if isinstance(run, Devices) else (None, run)
-    service = Service(listen("127.0.0.1", 0), tls, roster=roster, handlers=handlers)
+    service = Service(listen(host, 0), tls, roster=roster, handlers=handlers)
     thread = threading.Thread(target=service.run, args=(over.is_set,))
     thread.start()
     try:

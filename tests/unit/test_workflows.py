@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+from horizonml import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".github" / "workflows"
@@ -55,6 +59,14 @@ def test_what_a_workflow_calls_is_there(name: str) -> None:
                 assert target in targets
             for path in re.findall(r"(?<![\w/.])(?:\.ci|images|k8s|horizonml)/[\w./-]+", line):
                 assert (ROOT / path).exists(), path
+
+
+def test_the_changelog_of_the_next_release_can_be_made_of_all_newsfragments() -> None:
+    program = [sys.executable, "-m", "towncrier", "build", "--draft", "--version", __version__]
+    draft = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    for path in (ROOT / "newsfragments").iterdir():
+        assert path.read_text().splitlines()[0] in draft, path
+    assert ("No significant changes" in draft) == (not any((ROOT / "newsfragments").iterdir()))
 
 
 def test_tests_run_with_every_python_that_the_package_takes_and_on_arm_and_macos() -> None:

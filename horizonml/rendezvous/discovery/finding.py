@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from horizonml import __version__
 from horizonml.errors import JobError, RendezvousError
-from horizonml.machine.network import service_address
+from horizonml.machine.network import rate_to, service_address
 from horizonml.rendezvous.client import Client, ServiceError
 from horizonml.rendezvous.device_messages import (
     JobOffer,
@@ -193,8 +193,9 @@ class Prover:
         return any(self._tries[address] < _MOST_TRIES for address in _addresses(service))
 
     def prove(self, services: Sequence[FoundService], stop: Callable[[], bool]) -> list[FoundService]:
-        """Return those that lead to runs, one for each run, with the address that answered as the first.
+        """Return those that lead to runs, one for each run, with an address that answered as the first.
 
+        Of several that did, it is the one towards which this device's interface is the fastest, such as a cable.
         It takes some seconds at most, and hardly any where all answer.
         """
         self.offers = runs = dict[Address, JobOffer]()
@@ -243,7 +244,7 @@ def _by_run(services: Iterable[FoundService], runs: dict[Address, JobOffer]) -> 
     """Yield a service for each run; whoever announces the run of another device adds nothing."""
     known: set[str] = set()
     for service in services:
-        for host, port in _addresses(service):
+        for host, port in sorted(_addresses(service), key=lambda one: -rate_to(*one)):
             run = runs.get((host, port))
             if run is None or run.run in known:
                 continue
