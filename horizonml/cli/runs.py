@@ -64,7 +64,7 @@ def ls(
     rows, known = list[list[str]](), set[str]()
     for one in found:
         offered = next((offer for _, offer in near if is_known(Path(one.folder), offer.lineage)), None)
-        if offered is None or one.step:  # else the records of rank 0 are on another device, which says more
+        if offered is None or one.loss is not None:  # else those of rank 0 are on another device, which says more
             rows.append(_row(one))
             known |= {offered.lineage} if offered is not None else set()
     rows += [_row_near(service, offered) for service, offered in near if offered.lineage not in known]

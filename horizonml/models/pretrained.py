@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 _INDEX = "*.safetensors.index.json"
 _MOST_INDEX = 64 << 20  # bytes
+_SAFE_RELEASE = "2.10"  # of PyTorch, the first without the known ways around `weights_only`
 _WRAPPED = ("state_dict", "model_state_dict", "model", "module")  # keys under which training scripts put a state dict
 _LOCK_SECONDS = 1800.0
 _MOST_NAME = 200  # characters of a tensor's name in an error
@@ -172,6 +173,11 @@ def _file_digest(path: Path) -> str:
 
 def _load(path: Path, mmap: bool) -> Mapping[str, Any]:
     """Return a state dict, taken out of what training scripts wrap it in. Raises ModelError."""
+    if torch.__version__ < _SAFE_RELEASE:
+        raise ModelError(
+            f"model.weights: {path} is a pickle, which can make PyTorch {torch.__version__} run its code; update PyTorch "
+            "to 2.11 or later, or convert the file to safetensors on another device"
+        )
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:

@@ -210,8 +210,13 @@ class LiveRun:
 
     @property
     def about(self) -> RunInfo | None:
-        """Return how rank 0 describes the run, or None as long as nothing is recorded."""
-        return self._lead.about if self._lead is not None else None
+        """Return how rank 0 describes the run, or another rank if that is elsewhere; None if nothing is recorded."""
+        return self._first.about if self._first is not None else None
+
+    @property
+    def _first(self) -> RankFile | None:
+        """Return the records of rank 0, or the newest that are here, as on a device that has joined."""
+        return self._lead or max(self._files.values(), key=lambda file: file.time, default=None)
 
     @property
     def name(self) -> str:
@@ -232,7 +237,7 @@ class LiveRun:
     @property
     def state(self) -> RunState:
         """Return whether the run goes on, and how it ended if it has."""
-        lead = self._lead
+        lead = self._first
         if lead is None:
             return RunState.WAITING
         outcome = lead.end.outcome if lead.end is not None else None
@@ -248,14 +253,14 @@ class LiveRun:
         patience = max(_SILENT_SECONDS, _SILENT_STEPS * lead.seconds)
         if alive is False or (alive is None and silent > patience):
             return RunState.LOST
-        return RunState.RUNNING if self.newest is not None else RunState.WAITING
+        return RunState.RUNNING if lead.steps or self.newest is not None else RunState.WAITING
 
     @property
     def step(self) -> int:
         """Return how many steps are done."""
-        if self._lead is None:
+        if self._first is None:
             return 0
-        return self._lead.steps[-1].step if self._lead.steps else self._lead.about.resumed_at
+        return self._first.steps[-1].step if self._first.steps else self._first.about.resumed_at
 
     @property
     def total_steps(self) -> int | None:

@@ -95,6 +95,20 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
         assert polled(folder, now).state is state
 
 
+def test_a_device_that_has_joined_shows_its_own_state_and_step(tmp_path: Path) -> None:
+    for outcome, state in (
+        ("complete", RunState.FINISHED),
+        ("stopped", RunState.STOPPED),
+        ("re-form", RunState.RUNNING),
+    ):
+        folder = tmp_path / outcome
+        folder.mkdir()
+        write_group(folder, (0, 1), 1, 100.0, range(1, 5), outcome)
+        (folder / "rank-0.jsonl").unlink()  # it is on another device
+        run = polled(folder, 105.0)
+        assert (run.state, run.step, run.newest) == (state, 4, None)
+
+
 def test_a_run_without_records_or_steps_waits(tmp_path: Path) -> None:
     run = polled(tmp_path)
     assert (run.state, run.step, run.members, run.curve.since(), run.timeline) == (RunState.WAITING, 0, [], [], None)

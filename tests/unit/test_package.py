@@ -204,6 +204,7 @@ def test_arm_boards_get_no_release_of_pytorch_that_ends_with_an_illegal_instruct
     for machine, release, accepted in (
         ("x86_64", "2.9.1", False),  # its `weights_only` has known ways around it
         ("x86_64", "2.10.0", True),
+        ("aarch64", "2.9.1", True),  # which a Jetson may have; it reads no foreign pickles
         ("aarch64", "2.10.0", False),  # it ends with an illegal instruction on a Raspberry Pi 4
         ("aarch64", "2.13.0", True),
         ("arm64", "2.10.0", True),  # as macOS says

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from horizonml.errors import ModelError
 from horizonml.models.spec import ModelSpec
@@ -68,6 +69,16 @@ def test_a_model_begins_with_the_values_of_a_safetensors_file_or_a_state_dict(tm
     for name, content in forms.items():
         torch.save(content, tmp_path / f"{name}.pt")
         expect(model(tmp_path / f"{name}.pt"), weights())
+
+
+def test_a_release_of_pytorch_that_runs_code_of_pickles_reads_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(weights(), tmp_path / "plain.pt")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1+cpu"))
+    with pytest.raises(ModelError, match=r"plain\.pt is a pickle, which can make PyTorch 2\.9\.1\+cpu run its code"):
+        model(tmp_path / "plain.pt")
+    expect(model(file(tmp_path, weights())), weights())
 
 
 def test_a_state_dict_in_the_old_format_is_converted_once(tmp_path: Path, cache: Path) -> None:
