@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -195,32 +196,37 @@ def goodput(options: argparse.Namespace, number: int) -> Round:
 
 
 def finish(options: argparse.Namespace, number: int) -> Round:
-    """Kill a rank at regular times and restart it at once, until so many steps are done."""
+    """Kill a rank at regular times and restart it at once, until the samples of so many steps are trained on.
+
+    Samples are counted, because a library may go on with smaller batches while a rank is missing.
+    """
     del number
     with stepping(options) as cluster:
         begin = time.time()
         time.sleep(options.reference)
         traces, faulted = cluster.traces(), time.time()
-        usual, first = window(traces, begin, faulted), _newest(traces)
-        kills, _ = _churn(
-            cluster,
-            options,
-            lambda: _newest(cluster.traces()) >= first + options.steps or time.time() > faulted + options.seconds,
-        )
+        usual, wanted = window(traces, begin, faulted), options.steps * BATCH_SIZE
+
+        def over() -> bool:
+            done = _worked(cluster.traces(), faulted)
+            return bool(done and done[-1][1] >= wanted) or time.time() > faulted + options.seconds
+
+        kills, _ = _churn(cluster, options, over)
         traces = cluster.traces()
-    ended = {seen.step: seen.time for seen in progress(traces)}
-    done = min(options.steps, max(ended) - first)
+    done = _worked(traces, faulted)
     return {
-        "steps": done,
-        "took": ended[first + done] - faulted if done == options.steps else None,
-        "without": options.steps * BATCH_SIZE / usual.worked_per_second,
+        "steps": min(options.steps, done[-1][1] // BATCH_SIZE if done else 0),
+        "took": next((when - faulted for when, samples in done if samples >= wanted), None),
+        "without": wanted / usual.worked_per_second,
         "kills": kills,
         "repeated": repeated_steps(traces),
     }
 
 
-def _newest(traces: list[Trace]) -> int:
-    return max(seen.step for trace in traces for seen in trace.steps)
+def _worked(traces: list[Trace], since: float) -> list[tuple[float, int]]:
+    """When each step ended, and on how many samples was trained by then, each step counted once."""
+    seen = [one for one in progress(traces) if one.time > since]
+    return list(zip((one.time for one in seen), accumulate(one.batch for one in seen), strict=True))
 
 
 def _churn(cluster: Cluster, options: argparse.Namespace, over: Callable[[], bool]) -> tuple[int, int]:

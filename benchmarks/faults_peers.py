@@ -139,9 +139,11 @@ def torchrun_worker(folder: str, node: str) -> None:
 
 def torchft_worker(folder: str, rank: str) -> None:
     """A replica group of one rank."""
-    from torchft import DistributedDataParallel as ManagedDDP
     from torchft import Manager, ProcessGroupGloo
     from torchft import Optimizer as ManagedOptimizer
+
+    # The other one of torchft 0.2.0 ends the process, by a failed assertion, where a peer's connection is reset.
+    from torchft.ddp import PureDistributedDataParallel as ManagedDDP
 
     records = Records(folder, rank)
     model, optimizer = parts()

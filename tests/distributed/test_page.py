@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
@@ -174,6 +175,9 @@ def test_the_page_shows_a_run_without_a_complaint_or_a_request_elsewhere(
         page.click("text=Links as a table")
         page.wait_for_selector("#topology td")
         assert page.locator("#topology td:has-text('Mbit/s')").count() == 3, "all links were measured"
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/api/run") as answer:
+            alone = json.load(answer)["alone"]
+        assert alone["seconds"] > 0, alone
         assert look.complaints == []
         assert {url.split("/")[2] for url in look.asked} == {f"127.0.0.1:{server.port}"}
         assert len(look.asked) > 15

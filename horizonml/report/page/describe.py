@@ -15,7 +15,9 @@ from typing import Any
 from horizonml import __version__
 from horizonml.errors import HorizonError, PlanError
 from horizonml.plan.plan import Plan, routes
+from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.record import Planning, read_planning
+from horizonml.planner.search import fastest_alone
 from horizonml.planner.simulate import predict
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import LiveRank, RunState
@@ -189,18 +191,20 @@ _MOST_PLANNED = 64  # of whose links all are described
 
 
 class SimulatedStep:
-    """Simulates a step of the newest plan, once."""
+    """Simulates a step of the newest plan, and of the device that is the fastest alone, once for each plan."""
 
     def __init__(self) -> None:
         self._planning: Planning | None = None
-        self._found: dict[str, object] | None = None
+        self.timeline: dict[str, object] | None = None  # None if nothing was measured for the plan
+        self.alone: dict[str, object] | None = None  # None also if no device could train alone
 
-    def timeline(self, planning: Planning | None) -> dict[str, object] | None:
-        """Return a step of the plan as it is predicted, or None if nothing was measured for it."""
+    def look(self, planning: Planning | None) -> None:
+        """Simulate a plan, unless it is the one of the last call."""
         if planning is not self._planning:
             self._planning = planning
-            self._found = _simulated(planning) if planning is not None and planning.problem is not None else None
-        return self._found
+            measured = planning is not None and planning.problem is not None
+            self.timeline = _simulated(planning) if planning is not None and measured else None
+            self.alone = _alone(planning) if planning is not None and measured else None
 
 
 def problem_of(folder: Path, planning: Planning | None) -> str:
@@ -225,6 +229,16 @@ def measured_links(planning: Planning | None) -> list[dict[str, object]]:
         if a != b
         for link in [network.between(a, b)]
     ]
+
+
+def _alone(planning: Planning) -> dict[str, object] | None:
+    """Return the device that is predicted to train fastest alone, and its seconds for a step."""
+    problem = planning.problem
+    if problem is None or problem.ranks == 1:
+        return None
+    found = fastest_alone(problem, Evaluator(problem))
+    name = planning.names[found.plan.stages[0].ranks[0]]
+    return {"device": name, "seconds": found.prediction.seconds} if found.usable else None
 
 
 def _simulated(planning: Planning) -> dict[str, object] | None:

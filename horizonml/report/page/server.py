@@ -126,7 +126,9 @@ class Watcher:
         run = self._run
         described = describe_run(run)
         described["problem"] = problem_of(self._folder, run.planning)
-        timeline, predicted = describe_timeline(run), self._simulated.timeline(run.planning)
+        self._simulated.look(run.planning)
+        described["alone"] = self._simulated.alone
+        timeline, predicted = describe_timeline(run), self._simulated.timeline
         described["has_both_timelines"] = timeline is not None and predicted is not None
         events = [vars(event) for event in run.events]
         with self._lock:
