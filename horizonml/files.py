@@ -69,7 +69,9 @@ def own_temporary() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat() if os.path.lexists(folder) else None
     if found is not None and (not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022):
-        raise JobError(f"{folder} belongs to somebody else, or others can write there; set TMPDIR to another folder")
+        raise JobError(
+            f"{folder} belongs to somebody else, or others can write there; set HORIZONML_CACHE (or TMPDIR) to a folder"
+        )
     return folder
 
 
