@@ -175,8 +175,8 @@ def _load(path: Path, mmap: bool) -> Mapping[str, Any]:
     """Return a state dict, taken out of what training scripts wrap it in. Raises ModelError."""
     if torch.__version__ < _SAFE_RELEASE:
         raise ModelError(
-            f"model.weights: {path} is a pickle, which can make PyTorch {torch.__version__} run its code; update PyTorch "
-            "to 2.11 or later, or convert the file to safetensors on another device"
+            f"model.weights: {path} is a pickle, which can make PyTorch {torch.__version__} run its code; update "
+            "PyTorch to 2.11 or later, or convert the file to safetensors on another device"
         )
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
