@@ -427,7 +427,9 @@ def _words_of(value: Any) -> Iterator[str]:
     if isinstance(value, property):
         for one in (value.fget, value.fset):
             yield from _words_of(one)
-    code = value if isinstance(value, CodeType) else getattr(getattr(value, "__func__", value), "__code__", None)
+    # Other values may be of kinds whose attributes cannot be looked at, such as `torch.classes`.
+    inner = value.__func__ if isinstance(value, MethodType | classmethod | staticmethod) else value
+    code = inner.__code__ if isinstance(inner, FunctionType) else inner
     if isinstance(code, CodeType):
         yield from code.co_names
         for constant in code.co_consts:
