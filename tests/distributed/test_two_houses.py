@@ -122,6 +122,7 @@ def test_a_device_in_another_house_joins_by_a_code_and_both_train_to_the_accurac
         assert time.monotonic() - began < 90, f"{host.text}\n\n{joiner.text}"
         assert host.process.poll() is None, host.text
         time.sleep(0.1)
+    print(f"{time.monotonic() - began:.1f} s from `join` to the first step")
     assert host.ends(240) == 0, host.text
     assert joiner.ends(60) == 0, joiner.text
     assert one.records(0, "run")[0]["world_size"] == 2
