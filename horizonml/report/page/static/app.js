@@ -34,7 +34,8 @@ function header(run) {
   bar.max = run.steps || 1;
   bar.value = run.step || 0;
   const epoch = run.epoch ? `, epoch ${number(run.epoch)}${run.epochs ? ` of ${number(run.epochs)}` : ""}` : "";
-  const alone = run.seconds_left && run.alone ? ` (${run.alone.device} alone is predicted to take ${seconds((run.steps - run.step) * run.alone.seconds)})` : "";
+  // Both are predicted, so that a machine that is busy with something else changes neither more than the other.
+  const alone = run.seconds_left && run.alone && run.forecast ? ` (${run.alone.device} alone: about ${seconds((run.seconds_left * run.alone.seconds) / run.forecast)})` : "";
   byId("progress-text").textContent = run.step === undefined ? run.words : `step ${number(run.step)}${run.steps ? ` of ${number(run.steps)}` : ""}${epoch}${run.seconds_left ? `, about ${seconds(run.seconds_left)} left` : ""}${alone}`;
   byId("footer").textContent = `HorizonML ${run.version ?? ""}, folder ${run.folder ?? ""}. This page loads nothing from elsewhere.`;
 }
