@@ -244,9 +244,10 @@ def _by_run(services: Iterable[FoundService], runs: dict[Address, JobOffer]) -> 
     """Yield a service for each run; whoever announces the run of another device adds nothing."""
     known: set[str] = set()
     for service in services:
-        for host, port in sorted(_addresses(service), key=lambda one: -rate_to(*one)):
-            run = runs.get((host, port))
-            if run is None or run.run in known:
+        answered = [address for address in _addresses(service) if address in runs]
+        for host, port in sorted(answered, key=lambda one: -rate_to(*one)):
+            run = runs[host, port]
+            if run.run in known:
                 continue
             known.add(run.run)
             yield replace(service, host=host, addresses=tuple(dict.fromkeys((host, *service.addresses))))
