@@ -110,7 +110,10 @@ class House:
         while not condition():
             gone = [device for device, process in enumerate(self.processes) if process.poll() is not None]
             if gone or time.monotonic() - begin > _DEADLINE_SECONDS:
-                said = "".join((self.home(device) / "log").read_text()[-2000:] for device in gone)
+                said = "".join(
+                    f"--- device {device}\n{(self.home(device) / 'log').read_text()[-3000:]}"
+                    for device in gone or range(len(self.processes))
+                )
                 raise HorizonError(f"{what}: not within {_DEADLINE_SECONDS:.0f} s; ended: {gone or 'none'}\n{said}")
             time.sleep(0.1)
         return time.monotonic() - begin

@@ -21,7 +21,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store
 
 from horizonml.errors import PeerLost
-from horizonml.rendezvous.client import Client, Contact, ServiceError
+from horizonml.rendezvous.client import Client, Contact, ServiceError, ServiceRefuses
 from horizonml.rendezvous.messages import (
     Beat,
     BeatAnswer,
@@ -158,18 +158,20 @@ _HOLD_SECONDS = 0.2  # that the service holds a request; meanwhile no other thre
 class GroupStore(Store):
     """The keys of one generation. A key belongs to the rank that sets it; what cannot be done raises RuntimeError."""
 
-    def __init__(self, contact: Contact, ports: Iterable[int], timeout: float = 300.0) -> None:
+    def __init__(self, contact: Contact, ports: Iterable[int], own: dict[str, str], timeout: float = 300.0) -> None:
         """Ask through `contact`; a key that is not there is awaited for `timeout` seconds.
 
-        `ports` are those of rendezvous services, whose connections do not belong to the group.
+        `ports` are those of rendezvous services, whose connections do not belong to the group. In `own` the keys are
+        kept that this rank sets, because it has to set them anew where the ranks meet next.
         """
         super().__init__()
-        self._contact, self.ports, self._seconds = contact, frozenset(ports), timeout
+        self._contact, self.ports, self._own, self._seconds = contact, frozenset(ports), own, timeout
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key of this rank."""
         content = value.encode() if isinstance(value, str) else bytes(value)
-        self._contact.ask(fields_of(SetKey(key, base64.b64encode(content).decode()), "set"))
+        self._own[key] = base64.b64encode(content).decode()
+        self._contact.ask(fields_of(SetKey(key, self._own[key]), "set"))
 
     def get(self, key: str) -> bytes:
         """Return a value as soon as it is there."""
@@ -232,6 +234,7 @@ class Membership:
     _heartbeat: Heartbeat
     _ports: frozenset[int]  # of rendezvous services
     trained: ConnectedGroup  # the last group that it was in and whose ranks had all connected; at first the first one
+    _keys: dict[str, str]  # that this rank has set, with their values in base64
     _store: GroupStore | None = None
     lost: tuple[Lost, ...] = ()  # whom the service has declared lost, once `name_lost` has asked
 
@@ -253,7 +256,7 @@ class Membership:
     def store(self) -> Store:
         """Return the store in which this generation's ranks exchange their addresses."""
         if self._store is None:  # PyTorch calls it as long as the group lives, so its Python part must live, too
-            self._store = GroupStore(self._contact, self._ports)
+            self._store = GroupStore(self._contact, self._ports, self._keys)
         return PrefixStore(f"generation-{self.generation}", self._store)
 
     @property
@@ -359,10 +362,15 @@ def take_place(
     members = list(found.members)
     places.know(members)
 
+    keys = dict[str, str]()
+
     def reconnect() -> Client:
         client = places.connect(_CONNECT_SECONDS)
         try:
             client.ask(fields_of(resume, "resume"))
+            with suppress(ServiceRefuses):  # where the group is over, as the next heartbeat says
+                for key, value in list(keys.items()):  # which others may still need in order to connect
+                    client.ask(fields_of(SetKey(key, value), "set"))
         except ServiceError:
             client.close()
             raise
@@ -373,7 +381,7 @@ def take_place(
     contact, ports = Contact(reconnect, client, lambda: places.now), {places.now.port, places.told.port}
     ports |= {member.standby_port for member in members}
     trained = before.trained if before is not None else ConnectedGroup(found.generation, members)
-    return Membership(found.rank, found.generation, members, contact, heartbeat, frozenset(ports), trained)
+    return Membership(found.rank, found.generation, members, contact, heartbeat, frozenset(ports), trained, keys)
 
 
 def _place(member: Fingerprint) -> str:

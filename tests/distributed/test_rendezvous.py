@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +25,7 @@ from horizonml.machine import network
 from horizonml.machine.network import listen
 from horizonml.machine.signals import Cancelled
 from horizonml.rendezvous import roster
-from horizonml.rendezvous.client import Client, Endpoint, Unwanted
+from horizonml.rendezvous.client import Client, Endpoint, ServiceError, Unwanted
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
@@ -161,6 +162,40 @@ def test_a_rank_waits_for_a_service_that_comes_late_and_for_one_that_is_started_
     waiting.join()
     assert results[0][1]["ranks"] == [0, 1]
     second.end()
+
+
+def say_and_lose_the_service(rank: int, world_size: int, store: Store) -> bytes:
+    """Rank 1 sets a key, and rank 0 gets it from a service that is started only then in the place of the first one."""
+    if rank == 1:
+        membership = meeting(rank, world_size, int(store.get("port")))
+        membership.store.set("address", "here")
+        store.set("said", "")
+        found = store.get("found")
+        membership.leave("done")
+        return found
+    first = Running(0)
+    store.set("port", str(first.port))
+    membership = meeting(rank, world_size, first.port)
+    store.wait(["said"])
+    first.end()
+    second = Running(first.port)
+
+    def there() -> bool:
+        with suppress(ServiceError):  # once, as the connection has ended with the first service
+            return membership.store.check(["address"])
+        return False
+
+    try:
+        wait_for(there, "the other rank's key", 30.0)
+        store.set("found", membership.store.get("address"))
+    finally:
+        membership.leave("done")
+        second.end()
+    return b""
+
+
+def test_what_a_rank_has_said_before_all_have_connected_outlives_the_service(pool: Pool) -> None:
+    assert pool.run(2, say_and_lose_the_service) == [b"", b"here"]
 
 
 def lose_a_peer(rank: int, world_size: int, store: Store, port: int) -> str:
