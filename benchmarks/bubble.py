@@ -1,9 +1,10 @@
 """How near schedules come to their limits: `python -m benchmarks.bubble`.
 
 With P equal ranks and M micro-batches, 1F1B can be busy for `M / (M + P - 1)` of a step, interleaved 1F1B with two
-stages a rank for `2 M / (2 M + P - 1)`, and ZB-H1 for `3 M / (3 M + P - 1)`. Five ranks on two cores cannot show that
-with real work, so here the layers sleep instead of computing: they take time but no processor, and everything else
-(messages of real size, schedule, agreement, update) is real.
+stages a rank for `2 M / (2 M + P - 1)`, ZB-H1 for `3 M / (3 M + P - 1)`, and zero bubble with two stages a rank for
+`6 M / (6 M + P - 1)`. Five ranks on two cores cannot show that with real work, so here the layers sleep instead of
+computing: they take time but no processor, and everything else (messages of real size, schedule, agreement, update) is
+real.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def competitors(ranks: int, micro_batches: int) -> list[tuple[Variant, float]]:
         ("HorizonML interleaved", "horizonml", around, "interleaved", limit(2)),
         ("torch interleaved", "torch_interleaved", around, "interleaved", limit(2)),
         ("HorizonML ZB-H1", "horizonml", straight, "zb-h1", limit(3)),
+        ("HorizonML ZB interleaved", "horizonml", around, "zb-interleaved", limit(6)),
         ("torch interleaved ZB", "torch_interleaved_zb", around, "interleaved", limit(6)),
+        ("HorizonML ZB-V", "horizonml", there_and_back, "zb-v", limit(6)),
         ("torch ZBV", "torch_zbv", there_and_back, "interleaved", limit(6)),
     ]
     batch = MICRO_ROWS * micro_batches
@@ -65,14 +68,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     arguments = parser.parse_args()
     print(machine())
-    print(f"{'':22} {'':>10} {'limit':>7} {'busy':>7} {'busy / limit':>13}")
+    print(f"{'':24} {'':>10} {'limit':>7} {'busy':>7} {'busy / limit':>13}")
     for ranks, micro_batches in ((2, 8), (5, 5), (5, 20)):
         raced = competitors(ranks, micro_batches)
         race([one for one, _ in raced], arguments.rounds, arguments.steps)
         for one, limit in raced:
             busy = 3 * SECONDS_PER_SAMPLE * MICRO_ROWS * micro_batches / one.median
             shape = f"P={ranks} M={micro_batches}"
-            print(f"{one.name:22} {shape:>10} {limit:>7.1%} {busy:>7.1%} {busy / limit:>13.1%}", flush=True)
+            print(f"{one.name:24} {shape:>10} {limit:>7.1%} {busy:>7.1%} {busy / limit:>13.1%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -324,11 +324,12 @@ def _rescheduled(evaluator: Evaluator, plan: Plan, schedule: str) -> Iterator[Pl
     if turns == 1 or problem.constraints.stages is not None:
         yield replace(plan, schedule=schedule)
         return
-    groups = [stage.ranks for stage in plan.stages] * turns
+    stages = [plan.stages[number] for number in SCHEDULES[schedule].around(len(plan.stages))]
+    groups = [stage.ranks for stage in stages]
     if len(groups) > problem.layers:
         return
     cyclic = Constraints(
-        stages=tuple(FixedStage(s.ranks, s.shares, s.sync, s.send) for s in plan.stages * turns),
+        stages=tuple(FixedStage(s.ranks, s.shares, s.sync, s.send) for s in stages),
         formats=problem.constraints.formats,
         one_profile=problem.constraints.one_profile,
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from horizonml.plan.plan import Sync
+from horizonml.plan.schedules import SCHEDULES
 from horizonml.state.spec import Adam, Ema, Sgd
 from tests.distributed.plans import ONE, TWO
 from tests.distributed.pool import Pool
@@ -47,12 +48,15 @@ CASES = [
     Case("hybrid 2x2, shares 3:1 and 1:2, normed", ((3.0, 1.0), (1.0, 2.0)), 3, model="normed"),
     Case("hybrid 1+2+1, zb-h1, normed", (ONE, TWO, ONE), 4, "zb-h1", "normed"),
     Case("hybrid 2+3, adamw", (TWO, THREE), 2, optimizer=Adam(name="adamw", weight_decay=0.1)),
-    *(Case(f"hybrid 2+3, {name}, tied", (TWO, THREE), 2, name, TIED) for name in ("gpipe", "interleaved", "zb-h1")),
+    *(Case(f"hybrid 2+3, {name}, tied", (TWO, THREE), 2, name, TIED) for name in SCHEDULES if name != "1f1b"),
     # Several tensors cross each cut.
     Case("pipeline 3, gpipe, two branches", (ONE, ONE, ONE), 5, "gpipe", "TwoBranches"),
     Case("pipeline 3, zb-h1, two branches", (ONE, ONE, ONE), 5, "zb-h1", "TwoBranches"),
     Case("pipeline 3, zb-h1, a module that is used twice", (ONE, ONE, ONE), 5, "zb-h1", "Returning"),
     Case("pipeline 3, interleaved, U-Net", (ONE, ONE, ONE), 5, "interleaved", "UNet"),
+    Case("pipeline 5, zb-interleaved, normed", (ONE,) * 5, 5, "zb-interleaved", "normed"),
+    Case("pipeline 3, zb-v, U-Net", (ONE, ONE, ONE), 5, "zb-v", "UNet"),
+    Case("hybrid 1+2+1, zb-v, normed", (ONE, TWO, ONE), 7, "zb-v", "normed"),
     # The first stage has no parameters.
     Case("two stages a rank in buckets, shares", ((20.0, 1.0), (1.0, 20.0)), 6, "interleaved", "wide"),
     Case("two stages a rank, few samples", (TWO, THREE), 12, turns=2),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import pytest
@@ -68,11 +69,13 @@ class Case:
             ranks = tuple(range(rank, rank + len(shares)))
             groups.append((tuple(world - 1 - r for r in ranks) if self.reversed_ranks else ranks, shares))
             rank += len(shares)
-        count = len(groups) * (self.turns or SCHEDULES[self.schedule].stages_per_rank)
-        bounds = [layers * number // count for number in range(count + 1)]
+        schedule = SCHEDULES[self.schedule]
+        schedule = replace(schedule, stages_per_rank=self.turns or schedule.stages_per_rank)
+        held = [groups[number] for number in schedule.around(len(groups))]
+        bounds = [layers * number // len(held) for number in range(len(held) + 1)]
         stages = [
-            Stage(bounds[number], bounds[number + 1], *groups[number % len(groups)], self.sync)
-            for number in range(count)
+            Stage(start, stop, *group, self.sync)
+            for (start, stop), group in zip(itertools.pairwise(bounds), held, strict=True)
         ]
         return Plan(tuple(stages), self.schedule, self.micro_batches)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from horizonml.plan.schedules import SCHEDULES, Action, Kind, Lanes, most_held, with_update
+from horizonml.plan.schedules import SCHEDULES, Action, Kind, Lanes, most_bytes_held, most_held, with_update
 
 SECONDS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 ODD_LANES: list[Lanes] = [
@@ -21,7 +21,8 @@ ODD_LANES: list[Lanes] = [
 
 def lanes_of(name: str, ranks: int) -> Lanes:
     """The lanes of a pipeline as the planner makes it for a schedule."""
-    return tuple(tuple(rank + turn * ranks for turn in range(SCHEDULES[name].stages_per_rank)) for rank in range(ranks))
+    holders = SCHEDULES[name].around(ranks)
+    return tuple(tuple(stage for stage, holder in enumerate(holders) if holder == rank) for rank in range(ranks))
 
 
 def makespan(lanes: Lanes, lists: Sequence[Sequence[Action]]) -> float:
@@ -76,6 +77,17 @@ def test_every_schedule_is_complete_and_does_not_deadlock(name: str) -> None:
         seconds = makespan(lanes, lists)
         if name in ("gpipe", "1f1b") and lanes not in ODD_LANES:
             assert seconds == 3 * (micros + len(lanes) - 1), "the bubble that the formula says"
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-interleaved", "zb-v"])
+def test_zero_bubble_comes_near_its_limit_and_holds_no_more_than_it_says(name: str) -> None:
+    for ranks, micros in ((2, 8), (3, 7), (5, 5), (5, 20), (8, 8)):
+        lanes, passes = lanes_of(name, ranks), 3 * SCHEDULES[name].stages_per_rank * micros
+        lists = [SCHEDULES[name].passes(lane, lanes, micros) for lane in range(ranks)]
+        assert makespan(lanes, lists) <= (passes + ranks - 1) / 0.95
+        sizes = dict.fromkeys(range(len(SCHEDULES[name].around(ranks))), 1)
+        most = ranks if name == "zb-h1" else 3 * ranks  # stages' activations
+        assert max(most_bytes_held(actions, sizes) for actions in lists) <= most
 
 
 def test_1f1b_holds_no_more_than_the_stages_behind_it() -> None:

@@ -24,20 +24,28 @@ from horizonml.planner.strategies import fixed_plan, needs_profile, problem_for
 NETWORK = Network(1e-6, 1e10)
 
 
-@pytest.fixture
-def zero_bubble(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The schedule's name; interleaved 1F1B is there only if the test asks for it, too."""
-    if "interleaved" not in request.fixturenames:
-        monkeypatch.delitem(SCHEDULES, "interleaved")
-    return "zb-h1"
+OF_FIXTURES = {"zero_bubble": "zb-h1", "interleaved": "interleaved"}
+
+
+@pytest.fixture(autouse=True)
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that names schedules has those beside 1F1B and GPipe; others have all."""
+    asked = {name for fixture, name in OF_FIXTURES.items() if fixture in request.fixturenames}
+    for name in list(SCHEDULES):
+        if asked and name not in {"1f1b", "gpipe", *asked}:
+            monkeypatch.delitem(SCHEDULES, name)
 
 
 @pytest.fixture
-def interleaved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The schedule's name; ZB-H1 is there only if the test asks for it, too."""
-    if "zero_bubble" not in request.fixturenames:
-        monkeypatch.delitem(SCHEDULES, "zb-h1")
-    return "interleaved"
+def zero_bubble() -> str:
+    """The schedule's name."""
+    return OF_FIXTURES["zero_bubble"]
+
+
+@pytest.fixture
+def interleaved() -> str:
+    """The schedule's name."""
+    return OF_FIXTURES["interleaved"]
 
 
 def profile(layers: int, seconds: float = 1e-3, saved: int = 1000, output: int = 4) -> Profile:
@@ -62,11 +70,11 @@ def cyclic(ranks: int, turns: int, each: int, schedule: str, micro_batches: int)
     return Plan(tuple(stages), schedule, micro_batches)
 
 
-def test_auto_means_every_schedule_that_is_registered(zero_bubble: str, interleaved: str) -> None:
+def test_auto_means_every_schedule_that_is_registered() -> None:
     job = parse("parallel: {strategy: pipeline, workers: 2}", "job.yaml")
     assert job.parallel.schedule == "auto"
     problem = problem_for(job, [profile(4)] * 2, [Host((0, 1), 2.0, 1e12)], NETWORK, 1)
-    assert problem.constraints.schedules == ("1f1b", "gpipe", interleaved, zero_bubble)
+    assert problem.constraints.schedules == ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-interleaved", "zb-v")
     text = "parallel: {micro_batches: 4, stages: [{ranks: [0], layers: [0, 3]}, {ranks: [1], layers: [4, 7]}]}"
     fixed = parse(text, "job.yaml")
     assert not needs_profile(fixed.parallel, 2)
