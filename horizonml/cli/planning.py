@@ -63,6 +63,7 @@ def show_plan(
             "plan": found.plan.to_json(),
             "seconds": found.prediction.seconds,
             "energy": energy_facts(planned.problem, found) if planned.predicted else None,
+            "worth": planned.worth.to_json() if planned.worth is not None else None,
             "reasons": [reason.to_json() for reason in planned.reasons()],
             "profile": profiles[0].to_json(),
         }
@@ -175,3 +176,5 @@ def _print_plan(planned: Planned, in_full: bool) -> None:
         print_text(reason.text)
     if 1 < problem.ranks <= 200:
         print_text(compare(problem, found, names).text)
+    if planned.worth is not None:
+        print_text(f"Predicted: {planned.worth.words}.")

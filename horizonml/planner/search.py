@@ -28,17 +28,22 @@ _MOST_TRIED = 8  # numbers of machines, for each order of them
 _MOST_ALONE = 4  # ranks whose plans are compared to find the one that is fastest alone
 
 
-def fastest_alone(problem: Problem, evaluator: Evaluator) -> Candidate:
+def alone_on(problem: Problem, evaluator: Evaluator, rank: int) -> Candidate:
     """Return the fastest plan in which one rank does all the work, which is exact, and the others are spare."""
+    schedule = problem.constraints.schedules[0]
+    plans = (
+        widened(Plan((Stage(0, problem.layers, (0,), (1.0,)),), schedule, number), (rank,), problem.ranks)
+        for number in problem.micro_batches[:8]
+    )
+    return min((evaluator.judge(plan) for plan in plans), key=lambda one: one.cost)
+
+
+def fastest_alone(problem: Problem, evaluator: Evaluator) -> Candidate:
+    """Return the fastest of such plans, on the rank that suits it best."""
     ranks = sorted(range(problem.ranks), key=lambda rank: sum(evaluator.times.passes(rank, 0, problem.layers, 8)))
     roomy = max(range(problem.ranks), key=lambda rank: problem.memory[rank])
-    schedule = problem.constraints.schedules[0]
-    plans = [
-        widened(Plan((Stage(0, problem.layers, (0,), (1.0,)),), schedule, number), (rank,), problem.ranks)
-        for rank in dict.fromkeys((*ranks[:_MOST_ALONE], roomy))
-        for number in problem.micro_batches[:8]
-    ]
-    return min((evaluator.judge(plan) for plan in plans), key=lambda one: one.cost)
+    tried = dict.fromkeys((*ranks[:_MOST_ALONE], roomy))
+    return min((alone_on(problem, evaluator, rank) for rank in tried), key=lambda one: one.cost)
 
 
 def on_fewer_ranks(problem: Problem) -> list[tuple[int, ...]]:

@@ -196,7 +196,7 @@ def measure(model: Model, sizes: tuple[int, ...], execution: Execution = PLAIN) 
         )
         for index, times in enumerate(found_runs)
     )
-    codecs = codec_seconds(_clock())
+    codecs = codec_seconds(clock())
     copying = _copy_seconds_per_byte() if computing().accelerates else 0.0
     return Profile(
         computing().name,
@@ -256,7 +256,7 @@ def _layer(model: Model, index: int) -> nn.Module:
     return module
 
 
-def _clock() -> Callable[[], float]:
+def clock() -> Callable[[], float]:
     """Return a clock in seconds: of processor time where a quota would interrupt the process, else of wall time.
 
     It waits for an accelerator to be done with what it has been given.
@@ -306,10 +306,10 @@ def _runs(
 
 def _once(run: Forward, entered: Values, kept: list[Values]) -> tuple[float, float]:
     """Return the forward and backward seconds of one run, and append the outputs to `kept`."""
-    clock = _clock()
-    start = clock()
+    tick = clock()
+    start = tick()
     left = flat(run(*entered))
-    middle = clock()
+    middle = tick()
     kept.append(tuple(value.detach() for value in left))
     learned = tuple(value for value in left if value.requires_grad)
     if not learned:
@@ -317,9 +317,9 @@ def _once(run: Forward, entered: Values, kept: list[Values]) -> tuple[float, flo
     gradients = tuple(torch.ones_like(value) for value in learned)
     for value in entered:
         value.grad = None
-    begin = clock()
+    begin = tick()
     backward(learned, gradients)
-    return middle - start, clock() - begin
+    return middle - start, tick() - begin
 
 
 @torch.no_grad()
@@ -359,33 +359,33 @@ def _update_seconds_per_byte(module: torch.nn.Module) -> float:
     """Return the seconds of an SGD update per byte of the module's parameters, which must have gradients."""
     optimizer, state = Optimizer(Sgd()), dict[str, dict[str, Tensor]]()
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    clock, times = _clock(), []
+    tick, times = clock(), []
     for _ in range(1 + _REPEATS):
-        start = clock()
+        start = tick()
         optimizer.step(parameters, state, 1e-9)
-        times.append(clock() - start)
+        times.append(tick() - start)
     return min(times[1:]) / sum(parameter.nbytes for parameter in parameters.values())
 
 
 def _copy_seconds_per_byte() -> float:
     """Return the mean seconds to copy a byte of a message between an accelerator and the host's memory."""
     staging, tensor = staging_for(computing().device), torch.randn(1 << 20)
-    clock, times = _clock(), []
+    tick, times = clock(), []
     for _ in range(1 + _REPEATS):
-        start = clock()
+        start = tick()
         staging.to_device(staging.to_host(tensor))
-        times.append(clock() - start)
+        times.append(tick() - start)
     return min(times[1:]) / tensor.nbytes / 2
 
 
-def codec_seconds(clock: Callable[[], float]) -> dict[str, float]:
+def codec_seconds(tick: Callable[[], float]) -> dict[str, float]:
     """Return the seconds per byte of float32 for each format: to encode or to decode.
 
     Of a way to sum gradients, it is one of its `Sync.codings`.
     """
-    costs = {format: _link_seconds(format, clock) for format in FORMATS if format != "fp32"}
-    sums = {s.codec: _sum_seconds(resolve(s.coding), clock) / s.codings for s in SYNCS.values() if s.coding}
-    return {**costs, **sums, "topk": _sum_seconds(_largest, clock) / 2}
+    costs = {format: _link_seconds(format, tick) for format in FORMATS if format != "fp32"}
+    sums = {s.codec: _sum_seconds(resolve(s.coding), tick) / s.codings for s in SYNCS.values() if s.coding}
+    return {**costs, **sums, "topk": _sum_seconds(_largest, tick) / 2}
 
 
 def coded_bytes(boundary: Boundary) -> dict[str, tuple[int, int]]:
@@ -400,23 +400,23 @@ def _largest(gradients: Tensor) -> Tensor:
     return fragment.decode(fragment.encode(gradients.flatten()), gradients.numel())
 
 
-def _sum_seconds(code: Callable[[Tensor], Tensor], clock: Callable[[], float]) -> float:
+def _sum_seconds(code: Callable[[Tensor], Tensor], tick: Callable[[], float]) -> float:
     """Return the seconds of a way of summing per byte of gradients: of both conversions together."""
     gradients, times = torch.randn(512, 1024), []
     for _ in range(1 + _REPEATS):
-        start = clock()
+        start = tick()
         code(gradients)
-        times.append(clock() - start)
+        times.append(tick() - start)
     return min(times[1:]) / gradients.nbytes
 
 
-def _link_seconds(format: str, clock: Callable[[], float]) -> float:
+def _link_seconds(format: str, tick: Callable[[], float]) -> float:
     """Return the mean seconds to encode or decode a byte of float32."""
     codec = Codec(TensorSpec((64, 32, 32)), format)
     tensor = torch.randn(8, 64, 32, 32)
     times = []
     for _ in range(1 + _REPEATS):
-        start = clock()
+        start = tick()
         codec.decode(codec.encode(tensor))
-        times.append(clock() - start)
+        times.append(tick() - start)
     return min(times[1:]) / tensor.nbytes / 2

@@ -19,6 +19,7 @@ from horizonml.telemetry.fields import Record
 from horizonml.telemetry.lifeline import is_alive
 from horizonml.telemetry.log import Tails
 from horizonml.telemetry.record import (
+    AloneRecord,
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
@@ -64,6 +65,7 @@ class LiveRun:
         self.evaluations: deque[EvaluationRecord] = deque(maxlen=_MOST_EVALUATIONS)
         self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)  # what has happened to the run, in order
         self.slowdowns: tuple[float, ...] = ()  # each rank's computing over that of the plan, as last compared
+        self.alone: AloneRecord | None = None  # what each device does alone, as measured at the end of the run
         self.checkpoint: int | None = None  # the step of the newest checkpoint that was saved
 
     def poll(self) -> bool:
@@ -129,6 +131,8 @@ class LiveRun:
                 while self.evaluations and self.evaluations[-1].step >= record.step:  # it is done again
                     self.evaluations.pop()
                 self.evaluations.append(record)
+            case AloneRecord():
+                self.alone = record
             case RecoveryRecord():
                 lost = [f"{rank} ({name})" if (name := self._hosts.get(rank)) else str(rank) for rank in record.lost]
                 ranks = f"rank{'s' * (len(lost) != 1)} {', '.join(lost[:20])}"

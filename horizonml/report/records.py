@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from horizonml.errors import HorizonError
+from horizonml.planner.worth import Worth
 from horizonml.telemetry.fields import Record
 from horizonml.telemetry.goodput import Goodput
 from horizonml.telemetry.log import rank_files, read_records
 from horizonml.telemetry.record import (
+    AloneRecord,
     EndRecord,
     EvaluationRecord,
     RanksRecord,
@@ -238,6 +240,7 @@ class RankRecords:
     recoveries: list[RecoveryRecord] = field(default_factory=list)  # of all attempts, in the order of time
     stretches: list[Stretch] = field(default_factory=list)  # what was recorded of each group, nothing left out
     told: list[tuple[RanksRecord, RunInfo]] = field(default_factory=list)  # what all ranks have told, on rank 0
+    alone: AloneRecord | None = None  # what each device does alone, on rank 0 at the end of a run
     is_recorded: bool = True  # whether these are the rank's own records, and not what it has told rank 0
 
     @property
@@ -268,6 +271,12 @@ class RecordedRun:
     def evaluations(self) -> list[EvaluationRecord]:
         """Return every evaluation once, in the same way."""
         return _newest(one for rank in reversed(self.ranks) for one in rank.evaluations)
+
+    @property
+    def worth(self) -> Worth | None:
+        """Return what the devices do together and alone; None if the run has not ended, or has a single rank."""
+        found = self.lead.alone
+        return Worth(found.together, found.alone, found.names) if found is not None else None
 
     @property
     def missing(self) -> list[int]:
@@ -351,11 +360,12 @@ def _load_rank(path: Path) -> tuple[RankRecords, RunInfo]:
     timelines: list[tuple[TimelineRecord, RunInfo]] = []
     stretches = [Stretch(last)]
     told: list[tuple[RanksRecord, RunInfo]] = []
+    alone: AloneRecord | None = None
     replans = False  # whether the same group goes on with another plan
     for record in read_records(path):
         match record:
             case RunInfo():
-                last = record
+                last, alone = record, None
                 if not replans:
                     stretches.append(Stretch(record))
             case StepRecord():
@@ -371,10 +381,12 @@ def _load_rank(path: Path) -> tuple[RankRecords, RunInfo]:
                 stretches[-1].recoveries.append(record)
             case RanksRecord():
                 told.append((record, last))
+            case AloneRecord():
+                alone = record
         replans = isinstance(record, EndRecord) and record.outcome == "re-plan"
     spans = [line for line, about in timelines if about.setting == run.setting]
     recoveries = [line for part in stretches for line in part.recoveries]
-    return RankRecords(run, *_timed(run, steps), _newest(evaluations), spans, recoveries, stretches, told), last
+    return RankRecords(run, *_timed(run, steps), _newest(evaluations), spans, recoveries, stretches, told, alone), last
 
 
 _Record = TypeVar("_Record", StepRecord, EvaluationRecord)

@@ -68,6 +68,8 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "epoch": lambda s: human_seconds(s.epoch_seconds),
     "samples/s, median": lambda s: f"{s.samples_per_second:,.0f}",
     "samples/s, slowest to fastest part": lambda s: f"{s.slowest_part:,.0f} to {s.fastest_part:,.0f}",
+    "speed-up over the fastest device": lambda s: "-" if s.speed_up is None else f"{s.speed_up:.2f}",
+    "efficiency": lambda s: percent(s.efficiency),
     "compute": lambda s: percent(s.compute),
     "transfer": lambda s: percent(s.transfer),
     "wait": lambda s: percent(s.wait),
@@ -92,11 +94,12 @@ _CHANGES: dict[str, Callable[[Summary], str]] = {  # for runs whose group has ch
     "steps repeated": lambda s: f"{s.steps_repeated:,}",
 }
 NOTE = (
-    "Compute, transfer and wait are shares of all ranks' time and add up to it; CPU, bytes and energy are of all ranks "
-    "together; the gradient norm is that before clipping, which is measured only where gradients are clipped; gradient "
-    "divergence is the distance of a member's gradient from the mean before the reduction, relative to the mean. The "
-    "parts of a run are its epochs, or fifths of its steps where it has fewer than three; the time of an epoch is that "
-    "of its samples at the median speed."
+    "Efficiency is the speed of all devices together, divided by the sum of what each of them does alone, as measured "
+    "at the end of the run. Compute, transfer and wait are shares of all ranks' time and add up to it; CPU, bytes and "
+    "energy are of all ranks together; the gradient norm is that before clipping, which is measured only where "
+    "gradients are clipped; gradient divergence is the distance of a member's gradient from the mean before the "
+    "reduction, relative to the mean. The parts of a run are its epochs, or fifths of its steps where it has fewer "
+    "than three; the time of an epoch is that of its samples at the median speed."
 )
 
 SOURCES = {

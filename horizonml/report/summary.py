@@ -53,6 +53,8 @@ class Summary:
     stopped_seconds: float  # without steps, because the group changed
     steps_repeated: int
     goodput: float | None  # the share of the wall time that changes of the group have not taken; None if unknown
+    speed_up: float | None = None  # over the device that is fastest alone
+    efficiency: float | None = None  # of what all devices do alone, added up
     perplexity: float | None = None  # of a language model, on held-out data
     unigram: float | None = None  # what frequencies alone would reach there
     medians: dict[str, float | None] = field(default_factory=dict)  # over steps, of the fields that `MEDIANS` names
@@ -126,6 +128,8 @@ def summarise(run: RecordedRun) -> Summary:
         stopped_seconds=run.history.stopped,
         steps_repeated=run.history.steps_repeated,
         goodput=run.history.goodput,
+        speed_up=run.worth.speed_up if run.worth is not None else None,
+        efficiency=run.worth.efficiency if run.worth is not None else None,
         perplexity=evaluation.perplexity if evaluation else None,
         unigram=run.lead.run.unigram,
         medians={name: _median([getattr(step, name) for step in run.steps]) for name in MEDIANS},

@@ -36,6 +36,7 @@ from horizonml.runtime.recording import (
     describe_members,
     describe_planning,
     doubt_profile,
+    record_alone,
     record_planning,
     recorder_for,
     run_info,
@@ -168,7 +169,7 @@ class Generation:
                     _follow(session, followers)
                 unsaved = None
                 try:
-                    outcome = self._train(session, data, checkpoints, recorder, course.detector, spare)
+                    outcome = self._train(session, data, checkpoints, recorder, course.detector, spare, hosts)
                 except LeavesUnsaved as error:
                     outcome, unsaved = Outcome.STOPPED, error
             if outcome in (Outcome.STOPPED, Outcome.RE_FORM):
@@ -341,6 +342,7 @@ class Generation:
         recorder: Recorder,
         detector: StragglerDetector | None,
         spare: list[Spare],
+        hosts: list[Host],
     ) -> Outcome:
         life, ended_as, followed = self.life, "failed", session.following is not None
         life.last = None
@@ -360,6 +362,8 @@ class Generation:
                 life.last.mirror.finish()
                 life.last = None  # what this plan's ranks have copied is of no use to the next one's
             ended_as = outcome.value
+            if outcome is Outcome.COMPLETE and self.group.world_size > 1:
+                record_alone(life, self.group, hosts, self.names, recorder)
             doubt_profile(life, session, recorder)
             return outcome
         finally:

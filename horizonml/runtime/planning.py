@@ -24,6 +24,7 @@ from horizonml.planner.problem import Problem, Watts, check_watts
 from horizonml.planner.profile import LOCAL_NETWORK, Host, Network, Profile
 from horizonml.planner.reasons import Reason, Told, remedy, shortage
 from horizonml.planner.strategies import fixed_plan, may_cut, needs_profile
+from horizonml.planner.worth import Worth, predicted_worth
 from horizonml.profiling.execution import execution_here, gain_here, untried
 from horizonml.profiling.measure import cached_profile
 from horizonml.profiling.watts import device_watts, stated_watts
@@ -69,6 +70,13 @@ class Planned:
     def predicted(self) -> bool:
         """Return whether there is a prediction: what a split by channels sends in its middle is not known."""
         return not any(stage.splits_channels for stage in self.found.plan.stages)
+
+    @property
+    def worth(self) -> Worth | None:
+        """Return what the plan is predicted to be worth, against each device alone; None where that is not known."""
+        if not self.predicted:
+            return None
+        return predicted_worth(self.problem, Evaluator(self.problem), self.found, self.places.names)
 
     def reasons(self, told: Told = Told.IN_FULL) -> list[Reason]:
         """Return what is `told` of the choices of a plan that is predicted, and what the run decides when it begins."""

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import torch
 
+from horizonml.comm.expected import measure, optional
 from horizonml.comm.group import Group
 from horizonml.data.dataset import DataInfo
 from horizonml.engine.session import Trainer
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
-from horizonml.machine.host import MachineInfo, machine_info, memory_limit, versions
+from horizonml.machine.host import MachineInfo, machine_info, memory_limit, threads_per_rank, versions
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import PLAIN, Execution, Plan
@@ -24,14 +25,38 @@ from horizonml.planner.problem import Problem
 from horizonml.planner.profile import LOCAL_NETWORK, Host
 from horizonml.planner.reasons import asked_for, inexact_parts
 from horizonml.planner.record import DeviceFacts, Planning, write_planning
+from horizonml.planner.worth import Worth
+from horizonml.profiling.alone import samples_per_second
 from horizonml.profiling.execution import untried
 from horizonml.profiling.measure import compare_with_run, kept_profile
+from horizonml.profiling.probe import turns
 from horizonml.runtime.agreement import describe_problem, profile_key
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.telemetry.recorder import Recorder, display_for
 from horizonml.telemetry.run_info import JobFacts, MemberFacts, PlanFacts, RunInfo
 from horizonml.text import count
+
+
+def record_alone(life: Life, group: Group, hosts: Sequence[Host], names: Sequence[str], recorder: Recorder) -> None:
+    """Measure what each device does alone, and record it beside what all do together; all ranks call this.
+
+    The first rank of a device measures, and containers of one machine take turns. Raises PeerLost.
+    """
+    assert life.state is not None
+    own, here = None, next(host for host in hosts if group.rank in host.ranks)
+    for turn in turns(hosts):
+        if group.rank == here.ranks[0] and group.rank in turn:
+            threads = {torch.get_num_threads(), threads_per_rank(here.cores, 1)}
+            job, execution = life.job, life.execution or PLAIN
+            own = samples_per_second(life.state.model, execution, job.optimizer, job.batch_size, threads)
+        group.barrier()
+    everyone = group.gather_json(own, optional(measure))
+    leads = [host.ranks[0] for host in hosts]
+    worth = Worth(recorder.speed, [everyone[rank] for rank in leads], [names[rank] for rank in leads])
+    recorder.alone(worth.together, worth.alone, worth.names)
+    if worth.together:
+        recorder.message(worth.words)
 
 
 def run_info(

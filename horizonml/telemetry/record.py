@@ -308,6 +308,17 @@ class FollowedRecord(Record):
 
 
 @dataclass(frozen=True)
+class AloneRecord(Record):
+    """Says what the devices do together and what each of them does alone, as was measured at the end of a run."""
+
+    kind = "alone"
+    time: Time
+    together: Amount  # samples per second, in the last steps
+    alone: Sequence[Amount | None]  # the same by device; None for one that has not enough memory
+    names: Sequence[str] = ()  # of the devices
+
+
+@dataclass(frozen=True)
 class EndRecord(Record):
     """Is the end of what a rank recorded with one plan."""
 
@@ -320,7 +331,7 @@ RECORDS: Mapping[str, type[Record]] = {
     one.kind: one
     for one in (
         RunInfo, StepRecord, EvaluationRecord, TimelineRecord, RecoveryRecord, RanksRecord, SlowdownsRecord,
-        CheckpointRecord, CheckpointSkippedRecord, FollowedRecord, EndRecord,
+        CheckpointRecord, CheckpointSkippedRecord, FollowedRecord, AloneRecord, EndRecord,
     )
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import (
+    AloneRecord,
     CheckpointRecord,
     CheckpointSkippedRecord,
     EndRecord,
@@ -210,6 +212,8 @@ def display_for(
 
 
 _SECONDS = 1.0  # between two records of what the ranks tell
+_WARM_UP = 3  # steps that pay for caches and connections
+_LAST_STEPS = 200  # over which the speed of all devices together is measured
 _MOST = 1e15  # which what a rank tells stays below, unless it lies
 _MEASURED = [one.name for one in fields(StepRecord) if one.name in {own.name for own in fields(StepResult)}]
 
@@ -264,6 +268,7 @@ class Recorder:
         self._told: list[StepSums] = []  # what the ranks have told since the last record of it
         self._told_since = time.monotonic()
         self.steps, self._number = 0, 0  # recorded; the newest one's number
+        self._last = deque[tuple[int, float]](maxlen=_LAST_STEPS)  # the samples and seconds of the last steps
         self.quickest = math.inf  # seconds that a whole batch took this rank to compute, at the least
         self._rank = info.rank
         self._at_next_step: Callable[[], None] | None = None
@@ -322,6 +327,18 @@ class Recorder:
         if self._lifeline is not None:
             self._lifeline.beat(number, record.rss_bytes)
         self.steps, self._number = self.steps + 1, number
+        self._last.append((batch, record.wall))
+
+    @property
+    def speed(self) -> float:
+        """Return the samples per second of the last steps, without the first few of this group; 0 if there are none."""
+        settled = list(self._last)[min(_WARM_UP, self.steps // 2) if self.steps <= _LAST_STEPS else 0 :]
+        seconds = sum(wall for _, wall in settled)
+        return sum(batch for batch, _ in settled) / seconds if seconds else 0.0
+
+    def alone(self, together: float, alone: Sequence[float | None], names: Sequence[str]) -> None:
+        """Record how many samples a second all devices train on together, and each of them alone."""
+        self._write(AloneRecord(time.time(), together, alone, names), everywhere=False)
 
     def _write_told(self, number: int) -> None:
         """Record what the ranks have told until the agreement of step `number`, if it is anything."""

@@ -13,6 +13,7 @@ from horizonml.telemetry.log import read_records
 from horizonml.telemetry.record import (
     RECORDS,
     SHOWN,
+    AloneRecord,
     CheckpointRecord,
     CheckpointSkippedRecord,
     EndRecord,
@@ -50,6 +51,7 @@ EXAMPLES = (
     CheckpointRecord(4, 3.0, True, 0.1, 0.2),
     CheckpointSkippedRecord(4, 3.0),
     FollowedRecord(4, 3.0, 2, 100),
+    AloneRecord(8.0, 900.0, [500.0, None], ["pi", "nano"]),
     EndRecord(9.0, "complete"),
 )  # fmt: skip
 

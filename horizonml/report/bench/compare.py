@@ -136,6 +136,9 @@ def findings(runs: dict[str, list[CaseResult]], study: Study) -> list[str]:
     texts = []
     if len(ranking) > 1:
         texts.append(_fastest(ranking, shown, runs))
+    worth = typical(runs[ranking[0]]).run.worth
+    if worth is not None:
+        texts.append(f"With {ranking[0]}, {worth.words}.")
     losses = [_loss(name, one) for name, one in shown.items() if one.ranks > 1]
     if losses:
         texts.append("; ".join(losses) + ".")

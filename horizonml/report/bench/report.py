@@ -213,6 +213,8 @@ def _finding(name: str, run: RecordedRun, one: Summary) -> str:
         texts.append(f"{compute} of the time compute, {transfer} transfer, {wait} wait")
         slowest = max(run.ranks, key=lambda rank: sum(step.compute for step in rank.settled))
         texts.append(f"rank {slowest.run.rank} computes longest")
+    if run.worth is not None:
+        texts.append(run.worth.words)
     if run.missing:
         ranks = ", ".join(map(str, run.missing))
         texts.append(f"without the times and bytes of rank {ranks}, which the device of rank 0 has recorded")

@@ -17,11 +17,11 @@ from horizonml.errors import HorizonError, PlanError
 from horizonml.plan.plan import Plan, routes
 from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.record import Planning, read_planning
-from horizonml.planner.search import fastest_alone
 from horizonml.planner.simulate import predict
+from horizonml.planner.worth import Worth, predicted_worth
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import LiveRank, RunState
-from horizonml.telemetry.record import RecordedSpan
+from horizonml.telemetry.record import AloneRecord, RecordedSpan
 from horizonml.telemetry.run_info import PlanFacts
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
@@ -191,12 +191,12 @@ _MOST_PLANNED = 64  # of whose links all are described
 
 
 class SimulatedStep:
-    """Simulates a step of the newest plan, and of the device that is the fastest alone, once for each plan."""
+    """Simulates a step of the newest plan, and of each device alone, once for each plan."""
 
     def __init__(self) -> None:
         self._planning: Planning | None = None
         self.timeline: dict[str, object] | None = None  # None if nothing was measured for the plan
-        self.alone: dict[str, object] | None = None  # None also if no device could train alone
+        self.worth: Worth | None = None  # that is predicted
 
     def look(self, planning: Planning | None) -> None:
         """Simulate a plan, unless it is the one of the last call."""
@@ -204,7 +204,7 @@ class SimulatedStep:
             self._planning = planning
             measured = planning is not None and planning.problem is not None
             self.timeline = _simulated(planning) if planning is not None and measured else None
-            self.alone = _alone(planning) if planning is not None and measured else None
+            self.worth = _worth(planning) if planning is not None and measured else None
 
 
 def problem_of(folder: Path, planning: Planning | None) -> str:
@@ -231,14 +231,28 @@ def measured_links(planning: Planning | None) -> list[dict[str, object]]:
     ]
 
 
-def _alone(planning: Planning) -> dict[str, object] | None:
-    """Return the device that is predicted to train fastest alone, and its seconds for a step."""
+def _worth(planning: Planning) -> Worth | None:
+    """Return what the plan is predicted to be worth, against each device alone."""
     problem = planning.problem
-    if problem is None or problem.ranks == 1:
+    if problem is None or any(stage.splits_channels for stage in planning.plan.stages):
         return None
-    found = fastest_alone(problem, Evaluator(problem))
-    name = planning.names[found.plan.stages[0].ranks[0]]
-    return {"device": name, "seconds": found.prediction.seconds} if found.usable else None
+    evaluator = Evaluator(problem)
+    return predicted_worth(problem, evaluator, evaluator.judge(planning.plan), planning.names)
+
+
+def describe_worth(measured: AloneRecord | None, predicted: Worth | None, batch_size: int | None) -> dict[str, object]:
+    """Return what the devices do together and alone, as measured at the end of a run, or else as predicted.
+
+    `alone` has the seconds of a step on the device that is predicted to be fastest alone.
+    """
+    found: dict[str, object] = {"alone": None, "worth": None}
+    if predicted is not None and batch_size and (rate := max((one or 0.0 for one in predicted.alone), default=0.0)):
+        device = predicted.names[list(predicted.alone).index(rate)]
+        found["alone"] = {"device": device, "seconds": batch_size / rate}
+    worth = Worth(measured.together, measured.alone, measured.names) if measured is not None else predicted
+    if worth is not None:
+        found["worth"] = {**worth.to_json(), "words": worth.words, "is_measured": measured is not None}
+    return found
 
 
 def _simulated(planning: Planning) -> dict[str, object] | None:

@@ -26,7 +26,13 @@ from horizonml.errors import HorizonError, JobError
 from horizonml.machine.network import is_loopback
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import Series
-from horizonml.report.page.describe import SimulatedStep, describe_run, describe_timeline, problem_of
+from horizonml.report.page.describe import (
+    SimulatedStep,
+    describe_run,
+    describe_timeline,
+    describe_worth,
+    problem_of,
+)
 from horizonml.report.what_if import what_if
 from horizonml.security.token import Token
 from horizonml.telemetry.http import Later, Limits, Reply, Request, WebServer
@@ -127,7 +133,8 @@ class Watcher:
         described = describe_run(run)
         described["problem"] = problem_of(self._folder, run.planning)
         self._simulated.look(run.planning)
-        described["alone"] = self._simulated.alone
+        size = run.planning.job.batch_size if run.planning is not None else None
+        described |= describe_worth(run.alone, self._simulated.worth, size)
         timeline, predicted = describe_timeline(run), self._simulated.timeline
         described["has_both_timelines"] = timeline is not None and predicted is not None
         events = [vars(event) for event in run.events]

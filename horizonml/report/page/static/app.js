@@ -62,6 +62,7 @@ function tiles(run) {
   const found = [["Step time", seconds(run.step_seconds), against], ["Speed", run.speed ? number(run.speed.value) : "–", run.speed ? `${run.speed.unit} per second` : null],
     ["Loss", number(run.loss), "of the last batch"], run.accuracy === null ? null : ["Accuracy", percent(run.accuracy), null],
     ["Ranks", number(run.ranks.length), plural(new Set(run.ranks.map((rank) => rank.node || rank.rank)).size, "machine")],
+    run.worth?.speed_up ? ["Against one device", `${number(run.worth.speed_up)}x`, `${run.worth.is_measured ? "measured" : "predicted"}${run.worth.efficiency ? `; efficiency ${percent(run.worth.efficiency)}` : ""}`] : null,
     ["Checkpoint", run.checkpoint === null ? "–" : `step ${number(run.checkpoint)}`, null]].filter(Boolean);
   const key = JSON.stringify(found);
   if (key === figures) return;
