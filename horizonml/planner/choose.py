@@ -34,6 +34,7 @@ from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.syncs import FORMATS
 from horizonml.planner.cost import fastest_format, fastest_sync
 from horizonml.planner.evaluator import (
+    PREFERENCE,
     Candidate,
     Evaluator,
     OutOfTime,
@@ -175,13 +176,9 @@ _ROUNDING = 1 + 1e-9
 _LEAST = (60, 24)  # simulations of the search for a set, with up to that many ranks and with more
 _IN_A_SET = 800  # the most simulations of the search for a set of devices, divided by the devices
 _MOST_WORSE = 2  # sets in a row that are no better, after which smaller ones are not tried
-_ALL_ARE_WORTH = 0.05  # of a step's time: the least that leaving ranks out must save
 # Ranks that outnumber the cores gain nothing that fewer cannot do, and wait for one another in more ways than are
 # predicted: a plan without them may take so much longer on paper.
 _A_CROWD_COSTS = 0.5
-_SEVERAL_ARE_WORTH = 0.02  # of a step's time: the least that several ranks must save against a single one
-_EXACT_IS_WORTH = 0.05  # of a step's time: the most that an exact plan may cost
-_STEPPING_TOGETHER_IS_WORTH = 0.25  # of a step's time: the least that local steps must save
 
 
 def choose(job: Job, problem: Problem, evaluator: Evaluator | None = None) -> Candidate:
@@ -275,10 +272,10 @@ def _or_one(problem: Problem, evaluator: Evaluator, best: Candidate, everyone: C
         return best
     if best.usable:
         asked = problem.constraints.local is not None  # for local steps, which several ranks take
-        worth, seconds = -_SEVERAL_ARE_WORTH if asked else _SEVERAL_ARE_WORTH, alone.prediction.seconds
+        worth, seconds = -PREFERENCE if asked else PREFERENCE, alone.prediction.seconds
         if best.exact_seconds is not None and seconds < best.exact_seconds:  # what is less exact has to be worth it
             best = replace(best, exact_seconds=seconds)
-            worth = _STEPPING_TOGETHER_IS_WORTH if best.plan.local is not None else _EXACT_IS_WORTH
+            worth = PREFERENCE
         if best.prediction.seconds < (1 - worth) * seconds:
             return best
     return replace(alone, everyone_seconds=everyone.prediction.seconds if everyone.usable else math.inf)
@@ -292,8 +289,7 @@ def _with_fewer(problem: Problem, evaluator: Evaluator, everyone: Candidate) -> 
     seconds = everyone.prediction.seconds if everyone.usable else math.inf
     if everyone.usable and everyone.exact_seconds is not None:  # it is less exact, which has to be worth it still
         exactly, alone = everyone.exact_seconds, exact.prediction.seconds
-        worth = _STEPPING_TOGETHER_IS_WORTH if everyone.plan.local is not None else _EXACT_IS_WORTH
-        if alone < (1 - _ALL_ARE_WORTH) * exactly and seconds >= (1 - worth) * alone:
+        if alone < (1 - PREFERENCE) * exactly and seconds >= (1 - PREFERENCE) * alone:
             return replace(exact, everyone_seconds=exactly)
         everyone = replace(everyone, exact_seconds=min(exactly, alone))
     best = exact
@@ -301,7 +297,7 @@ def _with_fewer(problem: Problem, evaluator: Evaluator, everyone: Candidate) -> 
         found = planned(problem, evaluator, kept)
         best = found if found is not None and found.usable else exact
     crowded = outnumbers_cores(problem, everyone.plan) and not outnumbers_cores(problem, best.plan)
-    if best.prediction.seconds >= (1 + _A_CROWD_COSTS if crowded else 1 - _ALL_ARE_WORTH) * seconds:
+    if best.prediction.seconds >= (1 + _A_CROWD_COSTS if crowded else 1 - PREFERENCE) * seconds:
         return everyone
     return replace(best, everyone_seconds=seconds)
 
@@ -378,11 +374,11 @@ def best_plan(problem: Problem, evaluator: Evaluator | None = None) -> Candidate
         best = _with_fewer_bits(evaluator, exact.plan)
     else:
         best = search(problem, evaluator=evaluator)
-    if local is not None and _saves(local, best, _STEPPING_TOGETHER_IS_WORTH):
+    if local is not None and _saves(local, best):
         best = local
     if exact is None:
         exact = search(exactly, evaluator=Evaluator(exactly, evaluator.deadline))
-    if not _saves(best, exact, _EXACT_IS_WORTH):
+    if not _saves(best, exact):
         return exact
     return replace(best, exact_seconds=exact.prediction.seconds if exact.usable else None)
 
@@ -428,8 +424,8 @@ def _stepping_alone(problem: Problem, evaluator: Evaluator, local: Candidate | N
     return min(single, local, key=lambda one: one.cost) if local is not None else single
 
 
-def _saves(one: Candidate, other: Candidate, part: float) -> bool:
-    """Return whether one plan can run where another one cannot, or takes so much less of its time."""
+def _saves(one: Candidate, other: Candidate) -> bool:
+    """Return whether one plan can run where another one cannot, or takes less time by what a preference may cost."""
     if one.cost[:2] != other.cost[:2]:
         return one.cost[:2] < other.cost[:2]
-    return one.prediction.seconds < (1 - part) * other.prediction.seconds
+    return one.prediction.seconds < (1 - PREFERENCE) * other.prediction.seconds

@@ -186,7 +186,10 @@ class Evaluator:
         return Plan(tuple(stages), schedule or constraints.schedules[0], micro_batches, local)
 
 
-_PRECISION_IS_WORTH = 0.02  # of a step's time: the most that more precise formats and sums may cost
+# Of a step's time, the most that a preference may cost: for more precise formats and sums, an exact plan, steps that
+# all ranks take together, the usual schedule, all devices, and a single one of them. With a larger one, a faster
+# network would make plans slower.
+PREFERENCE = 0.02
 _FEW_RANKS = 16  # ranks, up to which every device may move anywhere
 _MANY_RANKS = 200  # ranks, above which no device moves, because each simulation takes long
 _LESS = (0.5, 0.8, 1.25, 2.0)  # factors by which a member's share is tried
@@ -331,7 +334,7 @@ def other_shares(evaluator: Evaluator, plan: Plan) -> Iterator[Plan]:
 
 def more_precise(evaluator: Evaluator, found: Candidate) -> Candidate:
     """Return the same plan with more precise formats and sums wherever they cost next to nothing."""
-    limit = found.prediction.seconds * (1 + _PRECISION_IS_WORTH)
+    limit = found.prediction.seconds * (1 + PREFERENCE)
     for number in range(len(found.plan.stages)):
         for ways in (_formats, _sums):
             for stage in ways(evaluator, found.plan, number):

@@ -18,7 +18,7 @@ from horizonml.errors import PlanError
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.planner.cost import gradient_message_bytes, message_bytes, ring_seconds, synced_bytes
-from horizonml.planner.evaluator import Candidate, Evaluator, improve, more_precise, small_moves
+from horizonml.planner.evaluator import PREFERENCE, Candidate, Evaluator, improve, more_precise, small_moves
 from horizonml.planner.problem import Constraints, FixedStage, Problem
 from horizonml.planner.profile import Host
 from horizonml.planner.programme import Programme
@@ -121,7 +121,6 @@ def widened(plan: Plan, kept: Sequence[int], ranks: int) -> Plan:
     return replace(plan, stages=stages, spare=spare)
 
 
-_SCHEDULE_IS_WORTH = 0.05  # of a step's time: the least that a schedule other than the first must save
 _NEAR = 1.05  # of the best time: other schedules are tried on plans within this
 _MOST_RESCHEDULED = 3  # the most plans that another schedule is tried on
 _MANY_RANKS = 200  # ranks, above which fewer plans are simulated, because each takes long
@@ -161,7 +160,7 @@ def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluato
         found += [other] if other is not None else []
         # Where the model has too few layers for more stages, each rank has one.
         best = min(found or [evaluator.judge(replace(best.plan, schedule=first))], key=lambda one: one.cost)
-    limit = best.prediction.seconds * (1 - _SCHEDULE_IS_WORTH)
+    limit = best.prediction.seconds * (1 - PREFERENCE)
     for schedule in others:
         other = _by_schedule(evaluator, improved, schedule, budget, _NEAR * best.prediction.seconds)
         if other is None or other.cost >= best.cost:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from horizonml.plan.schedules import SCHEDULES
+from horizonml.report.records import load_run
 from tests.commands import command
 from tests.distributed.processes import environment, horizonml, ours, rank_process, steps, wait_for
 
@@ -30,6 +31,11 @@ def test_training_here_ends_well_is_shown_elsewhere_and_its_model_is_exported(fo
     assert "done: records and checkpoints are in runs/test" in result.stdout
     assert result.stderr == ""
     run = folder / "runs" / "test"
+    worth = load_run("test", run).worth
+    assert worth is not None
+    assert worth.together > 0
+    assert len(worth.alone) == 1, "both ranks are on this device"
+    assert worth.words in result.stdout
     assert list((run / "tensorboard").glob("events.*"))
     again = horizonml(folder, "train", "job.yaml", "--workers", "2")
     assert again.returncode == 0
@@ -269,6 +275,8 @@ def test_the_plan_is_shown_for_people_and_for_programs(folder: Path) -> None:
     assert "predicted:" in shown.stdout
     answer = json.loads(command(folder, "plan", "job.yaml", "--set", "parallel.strategy=pipeline", "--json").stdout)
     assert len(answer["plan"]["stages"]) == 3
+    assert answer["worth"]["speed_up"] == answer["worth"]["efficiency"] > 0, "all ranks are on this device"
+    assert "Predicted: the ranks of this device train" in shown.stdout
     assert len(answer["profile"]["layers"]) == 17
 
 

@@ -176,8 +176,10 @@ def test_the_page_shows_a_run_without_a_complaint_or_a_request_elsewhere(
         page.wait_for_selector("#topology td")
         assert page.locator("#topology td:has-text('Mbit/s')").count() == 3, "all links were measured"
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/api/run") as answer:
-            alone = json.load(answer)["alone"]
-        assert alone["seconds"] > 0, alone
+            described = json.load(answer)
+        assert described["alone"]["seconds"] > 0, described["alone"]
+        assert described["worth"]["is_measured"]
+        assert page.locator("#figures li:has-text('Against one device'):has-text('measured')").count() == 1
         assert look.complaints == []
         assert {url.split("/")[2] for url in look.asked} == {f"127.0.0.1:{server.port}"}
         assert len(look.asked) > 15
