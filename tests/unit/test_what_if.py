@@ -219,6 +219,20 @@ def test_a_faster_link_never_takes_longer() -> None:
 
 
 def test_the_present_plan_is_kept_only_if_it_is_better_for_the_objective(planning: Planning) -> None:
+    parallel = "{strategy: auto, workers: 4, schedule: 1f1b, micro_batches: 4, objective: energy, slowdown: 10}"
+    job = parse(f"{{name: paper, batch_size: 32, parallel: {parallel}}}", "job.yaml")
+    watts = [Watts(1.0, 500.0), *[Watts(1.0, 2.0)] * 3]  # the laptop, on which the fastest plan relies, draws most
+    problem = replace(problem_of(job, range(4)), watts=watts)
+    answer = ask(replace(planning, job=job, problem=problem), rates={"all": "40Mbit"})
+    kept = judge(answer.changed.problem, planning.plan)
+    joules = [energy_of(answer.changed.problem, one.prediction) for one in (answer.found, kept)]
+    assert joules[0] is not None
+    assert joules[1] is not None
+    assert joules[0].joules < 0.5 * joules[1].joules
+    assert answer.found.prediction.seconds > kept.prediction.seconds
+
+
+def test_formats_that_a_trial_has_ruled_out_stay_ruled_out(tmp_path: Path) -> None:
     own = "{strategy: auto, workers: 4, schedule: 1f1b, micro_batches: 4, exact: false, gradient_compression: fp16}"
     job = parse(f"{{name: paper, batch_size: 32, parallel: {own}}}", "job.yaml")
     made = replace(planned(), job=job, problem=problem_of(job, range(4)))
