@@ -8,6 +8,7 @@ steps.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -126,9 +127,17 @@ def _format(evaluator: Evaluator, stage: Stage, after: Stage) -> str:
 
 
 def _whole_rows(least: int, rows: int, shares: Sequence[float]) -> tuple[float, ...]:
-    """Return shares that give each replica whole rows of a micro-batch, and none to one that would get too few."""
-    own = [rows * share / sum(shares) for share in shares]
-    whole = [max(least, round(count)) if count >= 0.5 * least else 0 for count in own]
+    """Return shares that give each replica whole rows of a micro-batch, so that the last one ends as early as it can.
+
+    A replica has none, or at least so many; `shares` are proportional to the replicas' speeds.
+    """
+    own = [math.floor(rows * share / sum(shares)) for share in shares]
+    whole = [count if count >= least else 0 for count in own]
+    while (left := rows - sum(whole)) > 0:
+        more = [1 if count else least for count in whole]
+        places = [place for place, step in enumerate(more) if step <= left] or range(len(whole))
+        first = min(places, key=lambda place: (whole[place] + more[place]) / shares[place])
+        whole[first] += more[first]
     return tuple(float(count) if count else _NO_ROWS for count in whole)
 
 
