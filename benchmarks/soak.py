@@ -47,6 +47,7 @@ _HUNG_SECONDS = (
 )
 _SAMPLE_SECONDS = 30.0  # between two looks at memory and the like
 _COMPARED_EPOCHS = 500
+_DRAWN_SECONDS = 12.0  # at least, of a fault in the picture
 _MOST_GROWTH = 1.25  # of memory and the like, from the first to the last quarter
 _NOTICED_SECONDS = 5.0  # after a fault, within which the others notice it
 _QUIET_SECONDS = 30.0  # without faults, at the beginning (for the usual pace) and at the end
@@ -265,7 +266,9 @@ def sizes_of(soak: Soak) -> dict[str, float]:
                 found["descriptors"] += process.num_fds()
                 found["threads"] += process.num_threads()
                 found["processes"] += 1
-        found["files"] += sum(1 for _ in soak.home(device).rglob("*"))
+        # A device keeps three small files for each rank that it has been, of which there are few.
+        files = (path for path in soak.home(device).rglob("*") if not path.name.startswith("rank-"))
+        found["files"] += sum(1 for _ in files)
     return dict(found)
 
 
@@ -414,7 +417,7 @@ def draw(result: Result, path: Path) -> None:
     names = list(KINDS)
     for fault in result.faults:
         row = names.index(fault.kind)
-        ends = [(fault.time - begin) / 60, (fault.time - begin + max(2.0, fault.seconds)) / 60]
+        ends = [(fault.time - begin) / 60, (fault.time - begin + max(_DRAWN_SECONDS, fault.seconds)) / 60]
         above.plot(ends, [row, row], lw=6, color=f"C{row}", solid_capstyle="butt")
     above.set_yticks(range(len(names)), names)
     above.set_title(f"{len(result.faults)} faults in {result.seconds / 60:.0f} min: goodput {result.goodput:.1%}")
