@@ -133,7 +133,7 @@ def _one_type(field: dict[str, Any]) -> str:
 def _schedules() -> str:
     lines = [
         "## Schedules\n",
-        "These are the values of `parallel.schedule`. Each is a function in `horizonml/plan/schedules.py`, which",
+        "These are the values of `parallel.schedule`. Each is a function in `horizonml/plan/schedules/`, which",
         "describes it in detail.\n",
         "| name | what it does |",
         "|---|---|",

@@ -122,7 +122,7 @@ def widened(plan: Plan, kept: Sequence[int], ranks: int) -> Plan:
 
 
 _NEAR = 1.05  # of the best time: other schedules are tried on plans within this
-_MOST_RESCHEDULED = 3  # the most plans that another schedule is tried on
+_MOST_RESCHEDULED = 8  # the most plans that another schedule is tried on
 _MANY_RANKS = 200  # ranks, above which fewer plans are simulated, because each takes long
 _USUAL = "1f1b"  # the schedule with which plans are found for those that give several stages to a rank
 _MOST_BLOCKS = (48, 32)  # blocks of devices that the dynamic programme distinguishes, with some ranks and with many

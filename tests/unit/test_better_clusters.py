@@ -89,7 +89,8 @@ def inexact(one: Drawn, rng: random.Random) -> Drawn:
 
 def any_strategy(one: Drawn, rng: random.Random) -> tuple[Drawn, Drawn]:
     """Any plan is allowed, instead of those of one strategy, or of one schedule."""
-    narrow = rng.choice(["strategy=ddp", "strategy=pipeline", "schedule=1f1b", "schedule=zb-h1", "micro_batches=4"])
+    cut = "strategy=pipeline" if len(one.speeds) == 2 else "strategy=hybrid"
+    narrow = rng.choice(["strategy=ddp", cut, "schedule=1f1b", "schedule=zb-h1", "micro_batches=4"])
     looser = replace(one, settings=["parallel.strategy=auto"])
     return replace(one, settings=["parallel.strategy=auto", f"parallel.{narrow}"]), looser
 
