@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -44,7 +45,7 @@ def tried(command: str, seconds: float) -> str:
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            process.terminate()
+            os.killpg(process.pid, signal.SIGKILL)
             return f"has not ended within {seconds:.0f} s"
     if process.returncode == 0 and "held-out" in output:
         return "trains"

@@ -102,7 +102,7 @@ class Soak(House):
         self.current: dict[int, subprocess.Popen[bytes]] = {}
         for device in range(DEVICES + 1):
             home = folder / f"device-{device}"
-            home.mkdir()
+            home.mkdir(parents=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(home)], check=True)
         super().__init__(DEVICES + 1, folder, DEVICES)
         self.traces = {device: Trace(self.home(device)) for device in range(DEVICES + 1)}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from horizonml.cli.options import Emulate
 from horizonml.machine.code import require
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def compare(
     data_folder: DataFolder = None,
     overrides: Set = None,
     repeats: Repeats = 1,
+    emulate: Emulate = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder for records, numbers, pictures and the report.")
     ] = Path("runs/compare"),
@@ -117,6 +119,7 @@ def compare(
     --samples 400 1400 --strategies single ddp pipeline. Interrupted, the same command goes on where it stopped.
     """
     require("matplotlib", "`horizonml bench`")
+    from horizonml.machine.emulation import emulated_devices
     from horizonml.report.bench import compare as study
     from horizonml.report.bench.study import StudySettings
 
@@ -128,7 +131,9 @@ def compare(
     )
     chosen = _strategies(strategies, ("single", "ddp", "pipeline", "hybrid"))
     sizes = samples or ([] if job_file is not None or data == "digits" else [1000, 10000, 50000])
-    settings = StudySettings(workers=workers, repeats=repeats, job=StudySettings.facts(job))
+    devices = emulated_devices(workers)
+    facts = StudySettings.facts(job)
+    settings = StudySettings(workers=workers, repeats=repeats, emulated=devices, job=facts)
     cases = study.cases(job, chosen, sizes, workers, repeats)
     _run("compare", cases, settings, out, fresh)
 
@@ -253,9 +258,10 @@ def _run(kind: str, cases: Sequence[Case], settings: StudySettings, out: Path, f
     if study is None:
         print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
         raise typer.Exit(130)
-    _show(SECTIONS[kind](study))
+    print()
     for path in write_report(out):
         print(path)
+    _show(SECTIONS[kind](study))
     if study.failed:
         raise typer.Exit(1)
 

@@ -65,6 +65,29 @@ Device = Annotated[
 ]
 
 
+def _note_emulated(cores: str | None) -> str | None:
+    """Hand the devices on to the processes that this command starts. Raises JobError."""
+    if cores is not None:
+        from horizonml.machine.emulation import EMULATE, parse_cores
+
+        parse_cores(cores)
+        os.environ[EMULATE] = cores
+    return cores
+
+
+Emulate = Annotated[
+    str | None,
+    typer.Option(
+        "--emulate",
+        metavar="CORES,...",
+        help="Let each rank on this machine stand for a device with so many cores, which it is held back to: 0.4 for "
+        "equal devices, or 0.8,0.4,0.4,0.2,0.2. Their links are not slowed down.",
+        callback=_note_emulated,
+        show_default=False,
+    ),
+]
+
+
 def _note_measure_again(again: bool) -> bool:
     """Let this command, and the ranks that it starts, use nothing that was measured before."""
     if again:

@@ -36,6 +36,7 @@ from horizonml.comm.work import (
     Work,
 )
 from horizonml.errors import HorizonError, PeerLost, of_kind
+from horizonml.machine.emulation import machine_of
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class Group:
         self._closing: list[Callable[[], Any]] = []
         self._twins: list[Group] = []
         self._twins_over: list[threading.Event] = []
-        alone = hosts is not None and len(set(hosts)) == 1
+        alone = hosts is not None and len({machine_of(host) for host in hosts}) == 1
         self.links = None if alone else links
         address = "127.0.0.1" if alone else None
         connecting = Connections(store, rank, world_size, timeout, self._over, address, self.links, self.started_as)

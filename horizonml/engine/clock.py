@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from time import perf_counter, time
 from typing import Literal, NamedTuple, Protocol
 
+from horizonml.machine.emulation import Pace
+
 Kind = Literal["compute", "transfer", "wait"]
 KINDS: tuple[Kind, ...] = ("compute", "transfer", "wait")
 
@@ -52,9 +54,12 @@ class Clock:
     later one. Call `pause` to exclude the time between them.
     """
 
-    def __init__(self, watch: DeviceWatch | None = None) -> None:
-        """Begin; `watch` tells of an accelerator that computes while this process waits."""
-        self._watch = watch
+    def __init__(self, watch: DeviceWatch | None = None, pace: Pace | None = None) -> None:
+        """Begin; `watch` tells of an accelerator that computes while this process waits.
+
+        With a `pace`, computing takes as long as on the device that this process stands for.
+        """
+        self._watch, self._pace = watch, pace
         self._between_steps = False
         self._since = 0.0
         self.restart()
@@ -74,6 +79,8 @@ class Clock:
         """Attribute the time from now on to `kind`."""
         if self._watch is not None:
             self._ask(self._watch, kind)
+        if self._pace is not None:
+            self._pace.keep(may_sleep=self._kind == "compute")
         now = perf_counter()
         self.totals[self._kind] += now - self._since
         self.spans.append(Span(self._kind, self._what, self._micro, self._since, now))

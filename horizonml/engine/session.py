@@ -25,6 +25,7 @@ from horizonml.engine.staging import Staging, staging_for
 from horizonml.engine.sync.base import is_looked_at
 from horizonml.engine.verdict import GradientCheck, TiedGradients, Ties, TotalsSum, check_held_out, refuse_loss
 from horizonml.errors import PeerLost
+from horizonml.machine.emulation import pace_here
 from horizonml.machine.host import cpu_seconds
 from horizonml.models.structure import Structure
 from horizonml.models.tracing import tried_out
@@ -145,7 +146,7 @@ class Session(Trainer):
         self.following: Following | None = None  # while some ranks follow the others
         self._whole = plan  # which `plan` is, too, unless some ranks follow
         self.plan, self.state, self.group, self.task = plan, state, group, task
-        self.clock = Clock(self.staging.watch())
+        self.clock = Clock(self.staging.watch(), pace_here())
         self._batch_size, self.execution = batch_size, execution
         held = plan.stages_of(group.rank)
         splits = any(plan.stages[number].splits_channels for number in held)

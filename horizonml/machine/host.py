@@ -32,6 +32,9 @@ from horizonml.errors import JobError, TooManyFiles
 _CPU_PROCESS, _CUDA_PROCESS = 150 << 20, 300 << 20  # as measured for ranks of tiny models, by the build of PyTorch
 
 
+EMULATED_CORES = "HORIZONML_EMULATED_CORES"  # of the device that a rank stands for, see `machine.emulation`
+
+
 def available_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the cores that this process may use: its CPU affinity, limited by its quota (cgroup v2 or v1)."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
@@ -41,7 +44,7 @@ def available_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
         period = (_words(root / "cpu/cpu.cfs_period_us", 1) or (None,))[0]
     if quota is not None and period is not None and quota.isdigit() and int(period) > 0:
         cores = min(cores, int(quota) / int(period))
-    return cores
+    return min(cores, float(os.environ.get(EMULATED_CORES) or cores))
 
 
 def raise_descriptor_limit(needed: int = 0) -> None:

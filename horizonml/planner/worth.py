@@ -47,7 +47,8 @@ class Worth:
             return f"the ranks of this device train {self.speed_up:.2f} times as fast as one process would"
         best = max(range(len(self.alone)), key=lambda device: self.alone[device] or 0.0)
         name = f" ({self.names[best]})" if len(set(self.names)) == len(self.alone) else ""
-        text = f"{len(self.alone)} devices train {self.speed_up:.2f} times as fast as the fastest of them alone{name}"
+        kind = "emulated devices" if "emulated" in "".join(self.names) else "devices"
+        text = f"{len(self.alone)} {kind} train {self.speed_up:.2f} times as fast as the fastest of them alone{name}"
         if self.efficiency is not None:
             return f"{text}; their efficiency is {percent(self.efficiency)} of what each of them does alone, added up"
         without = sum(not rate for rate in self.alone)

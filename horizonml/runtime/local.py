@@ -25,6 +25,7 @@ from typing import IO
 from horizonml.errors import HorizonError, JobError, PeerLost
 from horizonml.files import scratch_folder
 from horizonml.machine.code import python_module
+from horizonml.machine.emulation import emulated_devices, of_rank, too_many
 from horizonml.machine.network import listen
 from horizonml.machine.signals import LAUNCHER, StopRequest, handling, launcher_name
 from horizonml.runtime.command import STOP_SECONDS
@@ -165,6 +166,9 @@ class LocalRun:
         self._end()
 
     def _start(self, endings: Path) -> None:
+        devices = emulated_devices(self._world_size)
+        if (warning := too_many(devices)) is not None:
+            print(warning, file=sys.stderr, flush=True)
         self._logs.mkdir(parents=True, exist_ok=True)
         env = {**os.environ, **self._env, "WORLD_SIZE": str(self._world_size), TOGETHER: "1", LAUNCHER: launcher_name()}
         env.setdefault("OMP_NUM_THREADS", "1")  # until the rank knows its share of the cores
@@ -187,7 +191,7 @@ class LocalRun:
             process = start(
                 self._command,
                 self._forks.address if self._forks is not None else None,
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), ENDING: str(ending)},
+                env={**env, **of_rank(devices, rank), "RANK": str(rank), "LOCAL_RANK": str(rank), ENDING: str(ending)},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output if rank == 0 else log.file,
                 stderr=log.file,

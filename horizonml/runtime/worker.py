@@ -20,6 +20,7 @@ from horizonml.comm.work import Moves
 from horizonml.errors import HorizonError, PeerLost, RendezvousError, is_out_of_memory
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
+from horizonml.machine.emulation import emulated_host, is_emulated
 from horizonml.machine.host import device_name, keep_freed_memory, machine_id, raise_descriptor_limit
 from horizonml.machine.network import AddressProbe
 from horizonml.machine.signals import Cancelled, StopRequest
@@ -373,6 +374,8 @@ class Worker:
         """Train as a member of one group, which takes in newcomers if its ranks can `rejoin`."""
         rank = membership.rank if membership else 0
         nodes = [member.host_id for member in membership.members] if membership else [machine_id()]
+        if is_emulated():
+            nodes = [emulated_host(host, number) for number, host in enumerate(nodes)]
         names = [member.hostname for member in membership.members] if membership else [device_name()]
         started_as = [member.rank for member in membership.members] if membership else [self._identity.rank]
         others = [one for place, one in enumerate(membership.members) if place != rank] if membership else []

@@ -9,6 +9,7 @@ from horizonml.errors import JobError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.plan.plan import facts_of
+from horizonml.planner.worth import Worth
 from horizonml.report import charts, run_plots
 from horizonml.report.bench.study import (
     Case,
@@ -88,8 +89,8 @@ def section(study: Study) -> Section:
     length = count(job.epochs, "epoch") if job.steps is None else count(job.steps, "step")
     setting = (
         f"Batch size {job.batch_size}, {length}, {settings.workers} ranks{repeats}; every "
-        f"strategy trains on the same samples in the same order, and makes the same number of updates. All ranks share "
-        f"one machine: {where(study)}"
+        f"strategy trains on the same samples in the same order, and makes the same number of updates. "
+        f"{_places(settings.emulated)}: {where(study)}"
     )
     part = Section(title, setting, failures(study) + warnings(study))
     if not by_size:
@@ -105,6 +106,18 @@ def section(study: Study) -> Section:
     part.tables += rank_tables({name: typical(results).run for name, results in last.items()})
     part.pictures = list(_pictures(study.folder, by_size))
     return part
+
+
+def _places(emulated: Sequence[float]) -> str:
+    """Return where the ranks run, in a sentence without its end."""
+    if not emulated:
+        return "All ranks share one machine"
+    cores = ", ".join(f"{one:g}" for one in emulated)
+    return (
+        f"Every rank stands for a device of its own, with {cores} cores in this order, and a single one for the "
+        "fastest. The devices are emulated: a rank waits as long as its device would still compute, and links between "
+        "them are not slowed down. All of this is on one machine"
+    )
 
 
 def _brief(title: str, by_size: dict[str, dict[str, list[CaseResult]]]) -> ReportTable:
@@ -136,13 +149,12 @@ def findings(runs: dict[str, list[CaseResult]], study: Study) -> list[str]:
     texts = []
     if len(ranking) > 1:
         texts.append(_fastest(ranking, shown, runs))
-    worth = typical(runs[ranking[0]]).run.worth
-    if worth is not None:
-        texts.append(f"With {ranking[0]}, {worth.words}.")
     losses = [_loss(name, one) for name, one in shown.items() if one.ranks > 1]
     if losses:
         texts.append("; ".join(losses) + ".")
-    texts += [*_alone(shown[ranking[0]], shown, study.environment.cores), *_accuracies(shown, runs)]
+    if not study.settings.emulated:
+        texts += _alone(shown[ranking[0]], shown, study.environment.cores)
+    texts += _accuracies(shown, runs)
     least = min(shown, key=lambda name: shown[name].rss_peak_bytes)
     most = max(shown, key=lambda name: shown[name].rss_peak_bytes)
     if least != most:
@@ -150,6 +162,9 @@ def findings(runs: dict[str, list[CaseResult]], study: Study) -> list[str]:
             f"The largest rank of {least} needs least memory, {human_bytes(shown[least].rss_peak_bytes)}; {most} needs "
             f"{human_bytes(shown[most].rss_peak_bytes)}."
         )
+    worth = typical(runs[ranking[0]]).run.worth
+    if worth is not None:
+        texts.append(f"With {ranking[0]}, {worth.words}.")
     return texts
 
 
@@ -301,11 +316,27 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[CaseResult]]]) -> 
             f"Where the time of an average step went, rank by rank{label}.",
         ),
     ]
+    best = max(last, key=lambda name: typical(last[name]).summary.samples_per_second)
+    worth = typical(last[best]).run.worth
+    if worth is not None and len(worth.alone) > 1:
+        found.insert(0, _worth_picture(worth, last, folder / "worth.png"))
     for name, run in runs.items():
         path = run_plots.timeline(name, run, folder / f"timeline-{name}.png") if len(run.stages) > 1 else None
         if path is not None:
             found.append(Picture(path, f"One step of {name}{label}: who worked on which micro-batch, and who waited."))
     return found
+
+
+def _worth_picture(worth: Worth, runs: dict[str, list[CaseResult]], path: Path) -> Picture:
+    """Draw what the devices do together, in each way, beside what each of them does alone."""
+    speeds = {name: [one.summary.samples_per_second for one in results] for name, results in runs.items()}
+    speeds.pop("single", None)  # which is one of them alone, too
+    alone = {f"{name}, alone": [rate] for name, rate in zip(worth.names, worth.alone, strict=True) if rate}
+    everything = {"each of them alone, added up": [sum(rate for rate in worth.alone if rate)]}
+    best = max(speeds, key=lambda name: max(speeds[name]))
+    title = f"Samples per second of {len(worth.alone)} devices, together and alone"
+    picture = charts.ranking({**everything, **speeds, **alone}, path, title=title, own=best, unit="samples/s")
+    return Picture(picture, f"{title}: {worth.words}.")
 
 
 def _repeated(runs: dict[str, list[CaseResult]]) -> bool:

@@ -86,6 +86,7 @@ class StudySettings(BaseModel):
     workers: int | None = None
     steps: int | None = None
     repeats: int = 1
+    emulated: tuple[float, ...] = ()  # the cores of the devices that the ranks stand for
     job: JobFacts
 
     @staticmethod
@@ -180,6 +181,12 @@ class Case:
     job: Job
     factors: Factors
     work: float  # how long it takes, in any unit
+    emulated: tuple[float, ...] = ()  # the cores of the devices that the ranks stand for
+
+    @property
+    def digest(self) -> str:
+        """Return what differs if the run would: its job, and the devices that are emulated."""
+        return "-".join([self.job.digest(), *(f"{cores:g}" for cores in self.emulated)])
 
 
 @dataclass(frozen=True)
@@ -233,7 +240,8 @@ def run_study(
     """
     names = [case.name for case in cases]
     assert len(set(names)) == len(names), names
-    entries = [CaseEntry(name=case.name, factors=case.factors, digest=case.job.digest()) for case in cases]
+    cases = [dataclasses.replace(case, emulated=settings.emulated) for case in cases]
+    entries = [CaseEntry(name=case.name, factors=case.factors, digest=case.digest) for case in cases]
     Manifest(kind=kind, settings=settings, environment=Environment.here(), cases=entries).write(folder)
     done = {} if fresh else _done(cases, folder)
     if done:
@@ -256,7 +264,7 @@ def run_study(
 def _done(cases: Sequence[Case], folder: Path) -> dict[str, CaseCompletion]:
     found = {}
     for case in cases:
-        completion = read_completion(folder / "runs" / case.name, case.job.digest())
+        completion = read_completion(folder / "runs" / case.name, case.digest)
         if completion is not None and completion.error is None:
             found[case.name] = completion
     return found
@@ -280,7 +288,7 @@ def _run_case(case: Case, folder: Path, first: bool, say: Callable[[str], None])
     seconds, taken = time.monotonic() - started, others.cores_taken()
     if is_busy(taken, available_cores()):
         say(f"warning: other processes had {taken:.1f} of the {available_cores():g} cores during this run")
-    completion = CaseCompletion(digest=case.job.digest(), seconds=seconds, error=error, cores_taken=taken)
+    completion = CaseCompletion(digest=case.digest, seconds=seconds, error=error, cores_taken=taken)
     completion.write(folder)
     return completion
 
