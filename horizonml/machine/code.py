@@ -157,8 +157,12 @@ def where(error: BaseException) -> str:
 
 
 _HOUSE = str(Path(__file__).parents[1]) + os.sep
-# With the folders of the system and of the user, which an environment may use, too.
-_FOLDERS = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+# With the folders of the system and of the user, which an environment may use, too, and those of `pip install --target`.
+_FOLDERS = [
+    entry
+    for entry in sys.path
+    if Path(entry).name in ("site-packages", "dist-packages") or next(Path(entry).glob("*.dist-info"), None)
+]
 _INSTALLED = (os.path.dirname(os.__file__), *(sysconfig.get_path(kind) for kind in ("purelib", "platlib")), *_FOLDERS)
 
 

@@ -253,6 +253,8 @@ def _fork(connection: socket.socket, secret: str) -> int:
         if pid == 0:
             try:
                 _become(request, fds)
+            except BaseException:  # noqa: BLE001  (it ends here, and must say why)
+                traceback.print_exc()
             finally:
                 os._exit(1)  # nothing may return into the server
         return pid
@@ -322,9 +324,12 @@ def _show(command: Sequence[str], env: Mapping[str, str]) -> None:
     """Let `ps` and /proc show the command and the environment of this process instead of the server's.
 
     The kernel shows the memory in which a process was given them, whose place it names in /proc/self/stat, see proc(5).
+    An emulated processor (qemu) has no such place.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     places = list(map(int, fields[45:49]))  # where the arguments start and end, and the environment
+    if len(places) < 4:
+        return
     texts = ["\0".join(command), "\0".join(f"{name}={value}" for name, value in env.items())]
     for start, end, text in zip(places[::2], places[1::2], texts, strict=True):
         content = text.encode(errors="surrogateescape")[: end - start - 1]
