@@ -19,6 +19,7 @@ import importlib
 import json
 import logging
 import os
+import platform
 import random
 import runpy
 import secrets
@@ -30,6 +31,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, NoReturn, TextIO
 
@@ -106,6 +108,16 @@ class ForkServer:
         except subprocess.TimeoutExpired:  # it is still loading
             self.process.kill()
             self.process.wait()
+
+
+def can_fork() -> bool:
+    """Return whether processes can be forked here once PyTorch is loaded.
+
+    On Arm, convolutions of PyTorch 2.9 end in a segmentation fault in a process that was forked.
+    """
+    if sys.platform != "linux":
+        return False
+    return platform.machine() != "aarch64" or not version("torch").startswith("2.9.")
 
 
 def start(command: Sequence[str], server: str | None = None, **options: Any) -> subprocess.Popen[Any]:
