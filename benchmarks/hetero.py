@@ -107,6 +107,7 @@ class Trial:
             "error": None if predicted is None else predicted / seconds - 1,
             "bytes_sent": sum(bytes_of_a_step(rank.steps, found.plan) for rank in found.run.ranks),
             "plan_json": found.plan.to_json(),
+            "worth": found.run.worth.words if found.run.worth is not None else None,
         }
         print(f"    {human_seconds(found.seconds)} a step, predicted {human_seconds(predicted or 0)}", flush=True)
         return found
@@ -314,6 +315,7 @@ def show(rows: Sequence[Row]) -> None:
         ]
         header = ["", "a step", "samples/s", "sent a step", "predicted", "error", "digits", "plan"]
         print_table(f"links: {label}", header, cells, text=(0, 7))
+        print(f"With auto, {by_name['auto']['worth']}.")
         auto = by_name["auto"]["seconds"]
         for name in ("ddp", "equal split", "auto, exact"):
             if name in by_name:
