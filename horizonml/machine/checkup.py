@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from horizonml import __version__
-from horizonml.machine.host import available_cores, killed_on_machine, processor_name
+from horizonml.machine.host import available_cores, killed_on_machine, needs_one_thread, processor_name, threads_per_rank
 from horizonml.machine.sensors import clock, number, text
 from horizonml.machine.signals import explain_signal
 from horizonml.text import human_bytes, printable
@@ -36,9 +36,12 @@ _DISK_TRIAL = 8 << 20  # bytes
 _LEAST_FILES, _LEAST_PROCESSES = 1024, 256
 _CPU_BUILD = "pip install torch torchvision --index-url https://download.pytorch.org/whl/cpu"
 _STEP = """
-import json, time
+import json, sys, time
 import torch
 begin = time.monotonic()
+if threads := int(sys.argv[1]):
+    torch.set_num_threads(threads)
+    torch.randn(256, 256) @ torch.randn(256, 256)
 layers = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 6 * 6, 10))
 optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
 torch.nn.functional.cross_entropy(layers(torch.randn(4, 3, 8, 8)), torch.arange(4)).backward()
@@ -133,7 +136,7 @@ def pytorch(patient: Patient) -> Iterator[Finding]:
     """Load PyTorch and take a step, in a process of its own, which may die of that."""
     try:
         done = subprocess.run(
-            [*patient.python, "-c", _STEP], capture_output=True, text=True, timeout=_CHILD_SECONDS, check=False,
+            [*patient.python, "-c", _STEP, f"{threads_per_rank(available_cores(), 1)}"], capture_output=True, text=True, timeout=_CHILD_SECONDS, check=False,
             env=dict(patient.env),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -164,7 +167,12 @@ def pytorch(patient: Patient) -> Iterator[Finding]:
 
 def _build(patient: Patient, version: str, cuda: str | None, usable: bool, seconds: float) -> Iterator[Finding]:
     nvidia = (patient.root / "proc/driver/nvidia/version").exists() or (patient.root / "etc/nv_tegra_release").exists()
-    if cuda is not None and not usable and not nvidia:
+    if needs_one_thread():
+        yield Finding(
+            "PyTorch", Level.WARNING, f"PyTorch {version} is a build for CUDA, which this processor runs in one thread only",
+            "with several threads it would end with an illegal instruction, so ranks take one", _CPU_BUILD,
+        )  # fmt: skip
+    elif cuda is not None and not usable and not nvidia:
         yield Finding(
             "PyTorch", Level.NOTE, f"PyTorch {version} is a build for CUDA, and there is no NVIDIA GPU",
             "it takes gigabytes of the disk, and more memory in every rank", _CPU_BUILD,

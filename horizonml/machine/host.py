@@ -16,6 +16,7 @@ import platform
 import re
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Collection
@@ -212,7 +213,23 @@ class OtherWork:
 
 def threads_per_rank(cores: float, ranks_here: int) -> int:
     """Return the threads for each rank on a machine, where contended threads are several times slower than one."""
-    return max(1, math.floor(cores / ranks_here))
+    return 1 if needs_one_thread() else max(1, math.floor(cores / ranks_here))
+
+
+@functools.cache
+def needs_one_thread() -> bool:
+    """Return whether PyTorch must not compute with several threads, which would end in an illegal instruction.
+
+    That is so on Arm processors of 2016 and before (Raspberry Pi 3 and 4, Jetson Nano), with builds for CUDA, as PyPI
+    has them for Arm from 2.11 on: these multiply matrices with NVIDIA's library for its own, newer processors.
+    """
+    if sys.platform != "linux" or platform.machine() != "aarch64":
+        return False
+    has_atomics = ctypes.CDLL(None).getauxval(_AT_HWCAP) & _HWCAP_ATOMICS
+    return not has_atomics and (process_memory() == _CUDA_PROCESS)
+
+
+_AT_HWCAP, _HWCAP_ATOMICS = 16, 1 << 8  # see getauxval(3), and the kernel's arch/arm64/include/uapi/asm/hwcap.h
 
 
 def _words(path: Path, count: int) -> tuple[str, ...] | None:

@@ -28,6 +28,7 @@ from horizonml.errors import (
     is_out_of_memory,
     lacks_temporary_folder,
 )
+from horizonml.machine.host import needs_one_thread
 from horizonml.machine.signals import explain_signal, watch_launcher
 from horizonml.text import escaped, plain_lines
 
@@ -68,6 +69,8 @@ def _run(action: Callable[[], object]) -> int:
     _is_told_above = bool(os.environ.pop(TOLD_ABOVE, ""))
     threading.Thread.start = _start  # type: ignore[method-assign, assignment]
     sys.unraisablehook = _interrupt_again
+    if needs_one_thread():  # before PyTorch is loaded
+        os.environ["OMP_NUM_THREADS"] = "1"
     faulthandler.enable()  # an instruction that the processor lacks, in PyTorch, would end this without a word
     handler = logging.StreamHandler()
     handler.setFormatter(_Plain("%(levelname)s: %(message)s"))
