@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,11 +65,14 @@ def measure(out: Path, clusters: Sequence[str], models: Sequence[str], links: Se
                     for model in models:
                         for way, exact in (("exact", True), ("exact: false", False)):
                             key = (name, link, model, way)
-                            row = rows.setdefault(key, dict(zip(("cluster", "links", "model", "way"), key, strict=True)))
+                            row = rows.setdefault(
+                                key, dict(zip(("cluster", "links", "model", "way"), key, strict=True))
+                            )
                             job = automatic(jobs()[model], exact)
                             steps = _steps(row.get("seconds") or row.get("predicted"), row.get("every"))
                             print(f"{', '.join(key)}, round {round_ + 1}: {steps} steps ...", flush=True)
-                            _add(row, cluster.train("-".join(key).replace(" ", "-").replace(",", ""), job, steps, 1200))
+                            name_of_run = re.sub("[^a-z0-9]+", "-", "-".join(key))
+                            _add(row, cluster.train(name_of_run, job, steps, 1200))
                             print(f"    {row['words'][-1]}", flush=True)
                             write_atomically(out / "worth.json", (json.dumps(list(rows.values()), indent=1)).encode())
     return list(rows.values())

@@ -21,7 +21,13 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from horizonml import __version__
-from horizonml.machine.host import available_cores, killed_on_machine, needs_one_thread, processor_name, threads_per_rank
+from horizonml.machine.host import (
+    available_cores,
+    killed_on_machine,
+    needs_one_thread,
+    processor_name,
+    threads_per_rank,
+)
 from horizonml.machine.sensors import clock, number, text
 from horizonml.machine.signals import explain_signal
 from horizonml.text import human_bytes, printable
@@ -169,7 +175,8 @@ def _build(patient: Patient, version: str, cuda: str | None, usable: bool, secon
     nvidia = (patient.root / "proc/driver/nvidia/version").exists() or (patient.root / "etc/nv_tegra_release").exists()
     if needs_one_thread():
         yield Finding(
-            "PyTorch", Level.WARNING, f"PyTorch {version} is a build for CUDA, which this processor runs in one thread only",
+            "PyTorch", Level.WARNING,
+            f"PyTorch {version} is a build for CUDA, which this processor runs in one thread only",
             "with several threads it would end with an illegal instruction, so ranks take one", _CPU_BUILD,
         )  # fmt: skip
     elif cuda is not None and not usable and not nvidia:

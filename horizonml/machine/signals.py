@@ -24,8 +24,8 @@ _CAUSES = {
     signal.SIGKILL: "the machine may be out of memory (see dmesg)",
     signal.SIGABRT: "a library gave up, most often for lack of memory; the log says which",
     signal.SIGILL: "its processor lacks an instruction that this build of PyTorch uses. PyTorch 2.10 ends so on "
-    "Arm boards with Armv8.0 (Raspberry Pi 3 and 4, Jetson Nano), and so do builds for CUDA when several threads compute: "
-    "install another release, and the build for the CPU (docs/quickstart.md)",
+    "Arm boards with Armv8.0 (Raspberry Pi 3 and 4, Jetson Nano), and 2.11 and later run there, except that builds for "
+    "CUDA end so when several threads compute: install one of those, built for the CPU (docs/quickstart.md)",
 }
 
 
