@@ -142,7 +142,8 @@ def pytorch(patient: Patient) -> Iterator[Finding]:
     """Load PyTorch and take a step, in a process of its own, which may die of that."""
     try:
         done = subprocess.run(
-            [*patient.python, "-c", _STEP, f"{threads_per_rank(available_cores(), 1)}"], capture_output=True, text=True, timeout=_CHILD_SECONDS, check=False,
+            [*patient.python, "-c", _STEP, f"{threads_per_rank(available_cores(), 1)}"],
+            capture_output=True, text=True, timeout=_CHILD_SECONDS, check=False,
             env=dict(patient.env),
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -157,7 +157,7 @@ def where(error: BaseException) -> str:
 
 
 _HOUSE = str(Path(__file__).parents[1]) + os.sep
-# With the folders of the system and of the user, which an environment may use, too, and those of `pip install --target`.
+# With the folders of the system and of the user, which an environment may use, too, and of `pip install --target`.
 _FOLDERS = [
     entry
     for entry in sys.path
