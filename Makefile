@@ -4,10 +4,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 5
-# The cores of the demo's devices, which are emulated; empty: its ranks share this machine.
-UNEQUAL := 0.6,0.4,0.4,0.2,0.2
-DEVICES ?= $(if $(filter 5,$(WORKERS)),$(UNEQUAL),0.3)
-DEMO = --strategies single ddp pipeline auto --set batch_size=320 --set epochs=24 --set parallel.exact=false
 # Where CPU builds of torch come from, and which (see scripts/setup.py).
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_VERSION ?= 2.13.0
@@ -55,18 +51,17 @@ help: ## Show this list
 setup: ## Create .venv and install everything (the targets below do it when needed)
 	@$(PYTHON) scripts/setup.py "$(VENV)"
 
-demo: setup ## Train on five unequal devices, emulated here, and compare them with the fastest one alone (DEVICES=: without)
-	@echo "This is a plan for ResNet-18 on a laptop, two mini-PCs and two Raspberry Pis on Wi-Fi, as examples/devices.yaml"
-	@echo "describes them. Devices that would slow the others down are left out:"
+demo: setup ## Train by four strategies with 5 local ranks and compare them; plan for unequal devices; draw pictures
+	@"$(BIN)/horizonml" bench compare jobs/digits.yaml --workers $(WORKERS) --out runs/demo
+	@echo
+	@echo "So much for ranks that share one machine. HorizonML is made for machines that are unequal and links that are"
+	@echo "slow. This is its plan for ResNet-18 on a laptop, two mini-PCs and two Raspberry Pis on Wi-Fi, as"
+	@echo "examples/devices.yaml describes them. Devices that would slow the others down are left out:"
 	@echo
 	@"$(BIN)/horizonml" plan jobs/cifar10.yaml --devices examples/devices.yaml --picture runs/demo/plan.png
 	@echo
-	@$(if $(DEVICES),echo "Now $(WORKERS) devices with so many cores are emulated on this machine and train handwritten digits: $(DEVICES)")
-	@"$(BIN)/horizonml" bench compare jobs/digits.yaml --workers $(WORKERS) --out runs/demo \
-		$(if $(DEVICES),--emulate $(DEVICES) $(DEMO))
-	@echo
-	@echo "Pictures: $(if $(DEVICES),runs/demo/worth.png compares the devices with each one alone, )runs/demo/plan.png shows a step of the plan for"
-	@echo "unequal devices, and runs/demo/report.html has everything else."
+	@echo "Pictures: runs/demo/plan.png shows a step of this plan, runs/demo/report.html compares the four strategies."
+	@echo "Next: make hetero trains on five such devices, emulated with Docker."
 
 test: setup ## Test on this machine, with real ranks, in a few minutes
 	@"$(BIN)/python" -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow"

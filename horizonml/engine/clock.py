@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from time import perf_counter, time
 from typing import Literal, NamedTuple, Protocol
 
-from horizonml.machine.emulation import Pace
+from horizonml.machine.emulation import DevicePace
 
 Kind = Literal["compute", "transfer", "wait"]
 KINDS: tuple[Kind, ...] = ("compute", "transfer", "wait")
@@ -54,7 +54,7 @@ class Clock:
     later one. Call `pause` to exclude the time between them.
     """
 
-    def __init__(self, watch: DeviceWatch | None = None, pace: Pace | None = None) -> None:
+    def __init__(self, watch: DeviceWatch | None = None, pace: DevicePace | None = None) -> None:
         """Begin; `watch` tells of an accelerator that computes while this process waits.
 
         With a `pace`, computing takes as long as on the device that this process stands for.

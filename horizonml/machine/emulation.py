@@ -8,6 +8,7 @@ records and shows calls these devices emulated.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -79,13 +80,13 @@ def is_emulated() -> bool:
     return EMULATED_CORES in os.environ
 
 
-class Pace:
+class DevicePace:
     """Holds this process back to the cores of the device that it stands for."""
 
     def __init__(self, cores: float) -> None:
         self._cores = cores
         self._owed = 0.0  # seconds that this process is ahead of its device
-        self._now = time.perf_counter(), time.process_time()
+        self._now = self._read()
 
     def keep(self, *, may_sleep: bool) -> None:
         """Take what was computed since the last call into account, and wait until the device would be done with it.
@@ -99,15 +100,23 @@ class Pace:
             self._count()
 
     def _count(self) -> None:
-        wall, used = self._now
-        self._now = time.perf_counter(), time.process_time()
-        self._owed += (self._now[1] - used) / self._cores - (self._now[0] - wall)
-        self._owed = max(-_SLACK, self._owed)
+        now = self._read()
+        wall, own, others = (after - before for after, before in zip(now, self._now, strict=True))
+        self._now = now
+        # What works in the background, such as the search for a plan, would not make a device stand still for long.
+        used = own + min(others, own * math.ceil(self._cores))
+        self._owed = max(-_SLACK, self._owed + used / self._cores - wall)
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        """Return the time, and the processor time of this thread and of the others."""
+        own = time.thread_time()
+        return time.perf_counter(), own, time.process_time() - own
 
 
-def pace_here() -> Pace | None:
+def pace_here() -> DevicePace | None:
     """Return what holds this process back, or None if it stands for no other device than this machine."""
-    return Pace(float(os.environ[EMULATED_CORES])) if is_emulated() else None
+    return DevicePace(float(os.environ[EMULATED_CORES])) if is_emulated() else None
 
 
 def emulated_host(machine: str, rank: int) -> str:

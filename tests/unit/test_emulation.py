@@ -6,7 +6,7 @@ import pytest
 
 from horizonml.errors import JobError
 from horizonml.machine import emulation
-from horizonml.machine.emulation import EMULATE, Pace, emulated_devices, of_rank, too_many
+from horizonml.machine.emulation import EMULATE, DevicePace, emulated_devices, of_rank, too_many
 from horizonml.machine.host import EMULATED_CORES, available_cores
 
 
@@ -18,7 +18,7 @@ def _compute(seconds: float) -> None:
 
 
 def test_a_rank_waits_as_long_as_its_device_would_still_compute() -> None:
-    pace = Pace(0.25)
+    pace = DevicePace(0.25)
     begin, used = time.perf_counter(), time.process_time()
     for _ in range(5):
         _compute(0.02)
@@ -28,7 +28,7 @@ def test_a_rank_waits_as_long_as_its_device_would_still_compute() -> None:
 
 
 def test_time_without_work_cannot_be_saved_for_later() -> None:
-    pace = Pace(0.5)
+    pace = DevicePace(0.5)
     time.sleep(0.2)
     pace.keep(may_sleep=False)
     begin = time.perf_counter()
@@ -38,7 +38,7 @@ def test_time_without_work_cannot_be_saved_for_later() -> None:
 
 
 def test_what_was_computed_while_others_waited_is_owed_later() -> None:
-    pace = Pace(0.2)
+    pace = DevicePace(0.2)
     begin = time.perf_counter()
     _compute(0.03)
     pace.keep(may_sleep=False)  # as at the end of a transfer
