@@ -128,10 +128,14 @@ def with_a_mute_service(rank: int, world_size: int, store: Store) -> list[tuple[
 
 
 def test_a_mute_service_holds_nobody_up_while_ranks_connect(pool: Pool) -> None:
-    for rank, found in enumerate(pool.run(3, with_a_mute_service)[:2]):
+    both = pool.run(3, with_a_mute_service)[:2]
+    reasons = [further[0] for further, _ in both]
+    said = [f"rank {rank} could not connect to all other ranks: " in text for rank, text in enumerate(reasons)]
+    assert any(said), reasons
+    for known, found in zip(said, both, strict=True):
         (further, first) = found
-        assert further[0].startswith(f"rank {rank} could not connect to all other ranks: ")
-        assert "no answer within 2.0 s" in further[0]
+        # On a busy machine, one of them may give up, and close its connections, just before the other would.
+        assert "no answer within 2.0 s" in further[0] if known else "a peer closed its connection" in further[0]
         assert first[0].startswith("the rendezvous service did not answer ("), first
         assert all(seconds < SECONDS + 5 for _, seconds in found)  # as for every wait that has a deadline
 
