@@ -159,6 +159,8 @@ def train(
 
         job = read_plan(job, plan_file)
     identity = join or identify(os.environ, job.parallel.max_workers)
+    if emulate is not None and identity is not None:
+        raise JobError("--emulate: only ranks that this command starts by itself can stand for other devices")
     metrics_at = metrics_address(metrics)
     if identity is None:
         from horizonml.runtime.launch import for_this_machine
@@ -166,7 +168,6 @@ def train(
         job = for_this_machine(job, lambda text: print(text, flush=True))
     if seeds is not None:
         from horizonml.cli.seeds import parse_seeds, train_seeds
-        from horizonml.errors import JobError
 
         if identity is not None:
             raise JobError("--seeds: several seeds are trained on this machine; start one run per seed with a launcher")

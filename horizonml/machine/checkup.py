@@ -45,9 +45,8 @@ _STEP = """
 import json, sys, time
 import torch
 begin = time.monotonic()
-if threads := int(sys.argv[1]):
-    torch.set_num_threads(threads)
-    torch.randn(256, 256) @ torch.randn(256, 256)
+torch.set_num_threads(int(sys.argv[1]))
+torch.randn(256, 256) @ torch.randn(256, 256)  # as large as to take all threads
 layers = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 6 * 6, 10))
 optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
 torch.nn.functional.cross_entropy(layers(torch.randn(4, 3, 8, 8)), torch.arange(4)).backward()

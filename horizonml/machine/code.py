@@ -161,7 +161,7 @@ _HOUSE = str(Path(__file__).parents[1]) + os.sep
 _FOLDERS = [
     entry
     for entry in sys.path
-    if Path(entry).name in ("site-packages", "dist-packages") or next(Path(entry).glob("*.dist-info"), None)
+    if entry and (Path(entry).name in ("site-packages", "dist-packages") or any(Path(entry).glob("*.dist-info")))
 ]
 _INSTALLED = (os.path.dirname(os.__file__), *(sysconfig.get_path(kind) for kind in ("purelib", "platlib")), *_FOLDERS)
 

@@ -1,9 +1,9 @@
 """Emulates small devices with the ranks of one machine, so that one can see there what connecting devices is worth.
 
 A rank that stands for a device with a part q of a core, and that has computed for t seconds, waits for t (1/q - 1)
-seconds, as a quota of a container would have it do. The processor time of the whole process counts, so what sending and
-adding costs is included. Links between such devices are those of this machine, and have no limit. Everything that a run
-records and shows calls these devices emulated.
+seconds, as a quota of a container would have it do. Processor time of threads in the background counts, too, up to that
+of the one that trains, so what sending and adding costs is included. Links between such devices are those of this
+machine, and have no limit. Everything that a run records and shows calls these devices emulated.
 """
 
 from __future__ import annotations

@@ -45,6 +45,12 @@ def test_it_runs_the_command_with_its_own_streams_folder_and_environment(server:
     assert process.returncode == 2
 
 
+def test_a_process_that_ends_before_its_command_says_why(server: ForkServer, tmp_path: Path) -> None:
+    with start(VERSION, server.address, cwd=tmp_path / "gone", text=True, stderr=subprocess.PIPE) as process:
+        assert "No such file or directory" in process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+
+
 @contextmanager
 def killed_at_the_end(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
     with process:
