@@ -335,7 +335,7 @@ def _worth_picture(worth: Worth, runs: dict[str, list[CaseResult]], path: Path) 
     everything = {"each of them alone, added up": [sum(rate for rate in worth.alone if rate)]}
     best = max(speeds, key=lambda name: max(speeds[name]))
     title = f"Samples per second of {len(worth.alone)} devices, together and alone"
-    picture = charts.ranking({**everything, **speeds, **alone}, path, title=title, own=best, unit="samples/s")
+    picture = charts.ranking({**everything, **speeds, **alone}, path, title=title, own=best, unit="")
     return Picture(picture, f"{title}: {worth.words}.")
 
 
