@@ -58,11 +58,13 @@ class Measured:
 class EmulatedCluster:
     """Five containers that train what they are told. Use it as a context: it ends them."""
 
-    def __init__(self, out: Path, cores: Sequence[float] = ()) -> None:
+    def __init__(self, out: Path, cores: Sequence[float] = (), memory: str | None = None) -> None:
         """Records and jobs go to `out`. The environment variable COMPOSE names another command for docker compose.
 
-        `cores` are those of the devices, in place of the example's.
+        `cores` are those of the devices, in place of the example's, and `memory` is what each of them has.
         """
+        if memory is not None:
+            os.environ["MEMORY"] = memory
         for worker, quota in enumerate(cores):
             os.environ[f"CPUS_{worker}"] = f"{quota:g}"
         self._out, self._jobs = out, out / "jobs"

@@ -1,9 +1,9 @@
 """Whether connecting devices is worth it, measured on emulated clusters: `python -m benchmarks.worth`.
 
-Five containers with quotas of processor time and shaped links train a job, exactly and with what `exact: false` allows,
-by the plan that HorizonML makes. At the end of each run every device measures what it would do alone, so both sides of
-the comparison come from one run. Efficiency is the speed of all devices, divided by the sum of those; 1 would be
-perfect. Needs what `make hetero` needs.
+Five containers with quotas of processor time and shaped links train a job by the plan that HorizonML makes, exactly,
+and by the plan that it makes for a long run with `exact: false`. At the end of each run every device measures what it
+would do alone, so both sides of the comparison come from one run. Efficiency is the speed of all devices, divided by
+the sum of those; 1 would be perfect. Needs what `make hetero` needs.
 """
 
 from __future__ import annotations
@@ -12,27 +12,31 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulated import EmulatedCluster, Measured, base_job
-from benchmarks.hetero import automatic, shape_of
+from benchmarks.emulated import EmulatedCluster, Measured, base_job, with_plan
+from benchmarks.hetero import automatic, problem_on, shape_of
 from horizonml.cli.tables import print_table
 from horizonml.files import write_atomically
 from horizonml.job.jobfile import changed, parse
 from horizonml.job.schema import Job
+from horizonml.planner.choose import best_plan
 from horizonml.text import human_seconds, percent
 
 CLUSTERS = {
     "five equal": (0.4, 0.4, 0.4, 0.4, 0.4),
     "five unequal": (0.8, 0.4, 0.4, 0.2, 0.2),
     "two fast, three slow": (0.7, 0.7, 0.2, 0.2, 0.2),
+    "five equal, a quarter of the machine free": (0.3, 0.3, 0.3, 0.3, 0.3),  # emulated devices share its caches
 }
+_MEMORY = "1200m"  # of each device
 LINKS = ("100mbit", "20mbit")
 _SECONDS = 40.0  # of steps in a run, at least
 _FEWEST, _MOST = 4, 40  # steps
 _LOCAL_ROUNDS = 3  # synchronisations of a run with local steps, at least
+_LONG = 1000  # epochs, so that a plan may have local steps
 
 Row = dict[str, Any]
 
@@ -58,32 +62,49 @@ def measure(out: Path, clusters: Sequence[str], models: Sequence[str], links: Se
     """Train in all ways, one after the other, and return what came out."""
     rows: dict[tuple[str, ...], Row] = {}
     for name in clusters:
-        with EmulatedCluster(out, CLUSTERS[name]) as cluster:
-            for round_ in range(rounds):
+        with EmulatedCluster(out, CLUSTERS[name], _MEMORY) as cluster:
+            for _ in range(rounds):
                 for link in links:
                     cluster.shape([link] * len(CLUSTERS[name]))
                     for model in models:
-                        for way, exact in (("exact", True), ("exact: false", False)):
-                            key = (name, link, model, way)
-                            row = rows.setdefault(
-                                key, dict(zip(("cluster", "links", "model", "way"), key, strict=True))
-                            )
-                            job = automatic(jobs()[model], exact)
-                            steps = _steps(row.get("seconds") or row.get("predicted"), row.get("every"))
-                            print(f"{', '.join(key)}, round {round_ + 1}: {steps} steps ...", flush=True)
-                            name_of_run = re.sub("[^a-z0-9]+", "-", "-".join(key))
-                            _add(row, cluster.train(name_of_run, job, steps, 1200))
-                            print(f"    {row['words'][-1]}", flush=True)
+                        for found in _train(cluster, out, jobs()[model], (name, link, model), rows):
+                            print(f"    {found.run.worth.words if found.run.worth else ''}", flush=True)
                             write_atomically(out / "worth.json", (json.dumps(list(rows.values()), indent=1)).encode())
     return list(rows.values())
 
 
+def _train(
+    cluster: EmulatedCluster, out: Path, job: Job, setting: tuple[str, str, str], rows: dict[tuple[str, ...], Row]
+) -> Iterator[Measured]:
+    """Train by an exact plan, for which devices and links are measured, then by the one that need not be exact."""
+
+    def train(way: str, job: Job, predicted: float | None, every: int | None = None) -> Measured:
+        key = (*setting, way)
+        row = rows.setdefault(key, dict(zip(("cluster", "links", "model", "way"), key, strict=True)))
+        steps = _steps(row.get("seconds") or predicted, every)
+        print(f"{', '.join(key)}: {steps} steps ...", flush=True)
+        found = cluster.train(_name(key), job, steps, 1200)
+        _add(row, found, predicted or found.forecast)
+        return found
+
+    yield train("exact", automatic(job, True), None)
+    measured = _name((*setting, "exact"))
+    long = changed(automatic(job), {"epochs": _LONG})
+    chosen = best_plan(problem_on(cluster.measured(measured), long, out / "runs" / measured))
+    every = chosen.plan.local.every if chosen.plan.local is not None else None
+    yield train("exact: false", with_plan(job, chosen.plan), chosen.prediction.seconds, every)
+
+
+def _name(key: Sequence[str]) -> str:
+    return re.sub("[^a-z0-9]+", "-", "-".join(key))
+
+
 def _steps(seconds: float | None, every: int | None) -> int:
     usual = int(min(_MOST, max(_FEWEST, _SECONDS / (seconds or 2.0))))
-    return max(usual, _LOCAL_ROUNDS * (every or 0) + 2) if every else usual
+    return max(usual, _LOCAL_ROUNDS * every + 2) if every else usual
 
 
-def _add(row: Row, found: Measured) -> None:
+def _add(row: Row, found: Measured, predicted: float | None) -> None:
     """Add what a run has measured."""
     worth = found.run.worth
     assert worth is not None, "a run that has come to its end has measured every device"
@@ -97,8 +118,7 @@ def _add(row: Row, found: Measured) -> None:
         ("sent", sum(step.bytes_sent for rank in found.run.ranks for step in rank.steps[-1:])),
     ):
         row.setdefault(field, []).append(value)
-    row["plan"], row["predicted"] = shape_of(found.plan), found.forecast
-    row["every"] = found.plan.local.every if found.plan.local is not None else None
+    row["plan"], row["predicted"] = shape_of(found.plan), predicted
     row["seconds"] = statistics.median(row["times"])
 
 

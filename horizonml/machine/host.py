@@ -252,6 +252,12 @@ def keep_freed_memory() -> bool:
     return bool(libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30) and libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
 
 
+def return_freed_memory() -> None:
+    """Return memory that this process has freed and kept to the system, as far as glibc can."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 # In cgroup v2 and v1: processes that were killed in this container, under its limit or the machine's.
 _CONTAINER = ("memory.events", "memory/memory.oom_control")
 

@@ -121,8 +121,9 @@ def widened(plan: Plan, kept: Sequence[int], ranks: int) -> Plan:
     return replace(plan, stages=stages, spare=spare)
 
 
+_FAR = 1.25  # of the best time: plans beyond this are not improved
 _NEAR = 1.05  # of the best time: other schedules are tried on plans within this
-_MOST_RESCHEDULED = 8  # the most plans that another schedule is tried on
+_MOST_RESCHEDULED = 3  # the most plans that another schedule is tried on
 _MANY_RANKS = 200  # ranks, above which fewer plans are simulated, because each takes long
 _USUAL = "1f1b"  # the schedule with which plans are found for those that give several stages to a rank
 _MOST_BLOCKS = (48, 32)  # blocks of devices that the dynamic programme distinguishes, with some ranks and with many
@@ -138,7 +139,7 @@ def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluato
     nearest is returned. Raises PlanError if the constraints allow no plan for the model.
     """
     evaluator = evaluator or Evaluator(problem)
-    budget = evaluations or max(60 if problem.ranks <= _MANY_RANKS else 36, 6000 // problem.ranks)
+    budget = evaluations or max(60 if problem.ranks <= _MANY_RANKS else 36, 900 // problem.ranks)
     first, *others = problem.constraints.schedules
     several = SCHEDULES[first].stages_per_rank > 1 and problem.constraints.stages is None
     if several:
@@ -150,7 +151,7 @@ def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluato
         raise PlanError("the constraints allow no plan of this model")
     most = 10 if problem.ranks <= 16 else 3 if problem.ranks <= 64 else 1
     improved = sorted(
-        (improve(evaluator, one, budget // 3, small_moves) for one in starts[:most]), key=lambda one: one.cost
+        (improve(evaluator, one, budget // 3, small_moves) for one in _near(starts)[:most]), key=lambda one: one.cost
     )
     best = improved[0]
     if several:
@@ -183,6 +184,15 @@ def _starts(evaluator: Evaluator, budget: int) -> list[Candidate]:
         if len(alike) < 3 and [stage.ranks for stage in found.plan.stages] not in groups:
             starts.append(found)
     return starts
+
+
+def _near(starts: Sequence[Candidate]) -> list[Candidate]:
+    """Return the plans that small moves may make the best one."""
+    best = starts[0]
+    if not best.usable:
+        return list(starts)
+    limit = _FAR * best.prediction.seconds
+    return [one for one in starts if one.usable and one.prediction.seconds <= limit]
 
 
 def data_parallel(problem: Problem) -> Plan:

@@ -14,7 +14,7 @@ from horizonml.engine.execution import backward, lay_out, runs_for
 from horizonml.engine.staging import staging_for
 from horizonml.machine.accelerator import computing
 from horizonml.machine.code import where
-from horizonml.machine.host import available_cores, memory_left
+from horizonml.machine.host import available_cores, memory_left, return_freed_memory
 from horizonml.models.boundary import flat
 from horizonml.models.module_slice import HOST, bring
 from horizonml.models.zoo import Model
@@ -38,6 +38,7 @@ def samples_per_second(
     The best number of `threads` counts. Time to load samples is not included. Returns None if the device has not the
     memory for it, or if the model does not run on tensors that are made up.
     """
+    return_freed_memory()  # which the run has kept, and which would count as taken
     size = sum(4 * shape.numel() for shapes in model.parameter_shapes() for shape in shapes)
     if _COPIES * size > memory_left():
         return None
