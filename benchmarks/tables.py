@@ -1,8 +1,8 @@
 """Makes the README's tables of races, slow links and overheads from what was measured: `python -m benchmarks.tables`.
 
 It reads `benchmarks/measured/peers.json`, which `benchmarks.ddp --save` and `benchmarks.pipeline --save` write,
-`slow-links.json`, which `benchmarks.slow_links` writes, and `overheads.json`, and replaces what stands between two
-marks in the README.
+`slow-links.json`, which `benchmarks.slow_links` writes, `overheads.json`, and `worth.json`, a copy of what
+`benchmarks.worth` writes, and replaces what stands between two marks in the README.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.overheads import table as overheads_table
 from benchmarks.slow_links_ways import TASKS, WAYS
+from benchmarks.worth import table as worth_table
 from horizonml.text import count, human_seconds
 
 HERE = Path(__file__).resolve().parent
@@ -145,6 +146,12 @@ def slow_links(folder: Path) -> str:
     return "\n".join([*lines, *(["What failed:", "", *failed] if failed else [])]).strip()
 
 
+def worth(folder: Path) -> str:
+    """What connecting devices is worth."""
+    path = folder / "worth.json"
+    return worth_table(json.loads(path.read_text())) if path.exists() else ""
+
+
 def overheads(folder: Path) -> str:
     """The parts of a step that are not training."""
     path = folder / "overheads.json"
@@ -159,6 +166,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "pipeline races": lambda folder: races(folder, "pipelines"),
     "slow links": slow_links,
     "overheads": overheads,
+    "worth": worth,
 }
 
 
