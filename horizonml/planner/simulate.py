@@ -312,6 +312,7 @@ class _Simulation:
 
 _EPSILON = 1e-12
 _QUOTA_PERIOD = 0.1  # seconds; the default of Linux, Docker and Kubernetes
+_RESUMES = 0.1  # of what a period grants: the allowance at which a container that has used up its own bursts again
 
 
 @dataclass
@@ -319,19 +320,30 @@ class Cores:
     """Models the cores that a host may use, its ranks that compute now, and the work that each has left.
 
     A host with less than one core has a quota: its container may use a whole core until its allowance is used up. The
-    allowance grows continuously, but never beyond what one period of the quota grants.
+    allowance grows continuously, but never beyond what one period of the quota grants. Once it is used up, the container
+    may use a whole core again when a part of it has grown; otherwise hosts that share a core would alternate without
+    end.
     """
 
     cores: float
     machine: Machine
     allowance: float = 0.0  # seconds of a core
+    bursts: bool = False  # whether it may use a whole core
     left: dict[int, float] = field(default_factory=dict)  # seconds on a core of its own, by rank
 
     @property
     def demand(self) -> float:
         """Return the part of a core that each of the host's ranks would use now if it had one to itself."""
-        limit = 1.0 if self.cores < 1 and self.allowance > 0 else self.cores
+        limit = 1.0 if self.bursts else self.cores
         return min(1.0, limit / len(self.left)) if self.left and not self.machine.whole(self) else 1.0
+
+    def accrue(self, seconds: float) -> bool:
+        """Let the allowance grow, or shrink, by so much, and return whether it matters for how fast ranks compute."""
+        granted, before = self.cores * _QUOTA_PERIOD, self.bursts
+        grown = self.allowance + seconds
+        self.allowance = min(granted, grown) if grown > _EPSILON else 0.0
+        self.bursts = self.allowance > 0 if before else self.allowance >= _RESUMES * granted
+        return self.bursts != before
 
 
 class Rate(NamedTuple):
@@ -385,7 +397,7 @@ class Machine:
                 rate = rates[rank]
                 used += rate.used
                 soonest = min(soonest, left / rate.speed)
-            if host.cores < 1 and host.allowance > 0 and used > host.cores:
+            if host.bursts and used > host.cores:
                 soonest = min(soonest, host.allowance / (used - host.cores))
         return soonest
 
@@ -440,11 +452,8 @@ class Machine:
                 host.left[rank] -= passed * rates[rank].speed
                 used += rates[rank].used
             if host.cores < 1:
-                grown = host.allowance + passed * (host.cores - used)
-                allowance = min(host.cores * _QUOTA_PERIOD, grown) if grown > _EPSILON else 0.0
-                if (allowance > 0) != (host.allowance > 0):
+                if host.accrue(passed * (host.cores - used)):
                     self._rates = None
-                host.allowance = allowance
         self.now = now
 
 
@@ -458,6 +467,8 @@ def cores_of(hosts: Sequence[Host], allowances: Sequence[float]) -> list[Cores]:
         else:
             dedicated = len(host.ranks) == 1 and host.cores >= 1
             machine = Machine(number, max(1.0, host.cores), host.contention, dedicated)
-        made.append(Cores(host.cores, machine, allowance))
+        made.append(Cores(host.cores, machine))
+        if host.cores < 1:
+            made[-1].accrue(allowance)
         machine.hosts.append(made[-1])
     return made

@@ -1,0 +1,31 @@
+"""Containers that share the cores of a machine, in the simulation of a step."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from horizonml.planner.profile import Host
+from horizonml.planner.simulate import cores_of
+
+CORES, RANKS = 0.3, 5
+
+
+def test_containers_that_share_cores_do_not_alternate_without_end() -> None:
+    """Whatever the works and allowances, taking turns happens in times of a size that counts, so events are few."""
+    for seed in range(400):
+        rng = random.Random(seed)
+        hosts = [Host((rank,), CORES, 1e12, machine="one", machine_cores=2.0) for rank in range(RANKS)]
+        cores = cores_of(hosts, [rng.choice([0.0, rng.uniform(0, 0.03)]) for _ in hosts])
+        machine = cores[0].machine
+        works = [rng.uniform(0.005, 0.3) for _ in hosts]
+        for rank, work in enumerate(works):
+            machine.begin(cores[rank], rank, work)
+        events = 0
+        while (after := machine.next_change) < math.inf:
+            machine.advance(machine.now + after)
+            machine.end()
+            machine.balance()
+            events += 1
+            assert events < 100, f"seed {seed}: {events} events in {machine.now} s"
+        assert 0.8 * max(works) / CORES < machine.now <= max(works) / CORES + 1e-6, f"seed {seed}"
