@@ -320,9 +320,9 @@ class Cores:
     """Models the cores that a host may use, its ranks that compute now, and the work that each has left.
 
     A host with less than one core has a quota: its container may use a whole core until its allowance is used up. The
-    allowance grows continuously, but never beyond what one period of the quota grants. Once it is used up, the container
-    may use a whole core again when a part of it has grown; otherwise hosts that share a core would alternate without
-    end.
+    allowance grows continuously, but never beyond what one period of the quota grants. Once it is used up, the
+    container uses a whole core again only when some of it has grown, or hosts that share a core would alternate
+    without end.
     """
 
     cores: float
@@ -451,9 +451,8 @@ class Machine:
             for rank in host.left:
                 host.left[rank] -= passed * rates[rank].speed
                 used += rates[rank].used
-            if host.cores < 1:
-                if host.accrue(passed * (host.cores - used)):
-                    self._rates = None
+            if host.cores < 1 and host.accrue(passed * (host.cores - used)):
+                self._rates = None
         self.now = now
 
 
