@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from benchmarks.emulated import ROOT, EmulatedCluster, Measured, base_job, with_plan
 from benchmarks.hetero import automatic, problem_on, shape_of
@@ -24,7 +24,7 @@ from horizonml.files import write_atomically
 from horizonml.job.jobfile import changed, parse
 from horizonml.job.schema import Job
 from horizonml.planner.choose import best_plan
-from horizonml.report.charts import bars
+from horizonml.report.charts import save
 from horizonml.text import human_seconds, percent
 
 # Cores of the devices. On two cores, quotas that add up to both are not to be had: processes that run at the beginning
@@ -163,25 +163,47 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+_BARS = {  # colours of what is compared, in order
+    "fastest device alone": "#8c8c8c",
+    "exact, 20 Mbit/s": "#9ecae1",
+    "exact, 100 Mbit/s": "#0072B2",
+    "exact: false, 20 Mbit/s": "#8fd3bf",
+    "exact: false, 100 Mbit/s": "#009E73",
+    "what each does alone, added up": "#e6e6e6",
+}
+
+
 def draw(rows: Sequence[Row], model: str, path: Path) -> None:
     """Each cluster's speed-up over its fastest device, for one model, beside what all of its devices add up to."""
-    values: dict[str, dict[str, list[float]]] = {"fastest device alone": {}}
-    ideal: dict[str, list[float]] = {}
-    for row in sorted((row for row in rows if row["model"] == model), key=lambda row: (row["way"], row["links"])):
-        cluster = row["cluster"].replace(", ", ",\n")
-        rate = row["links"].replace("mbit", " Mbit/s")
-        values["fastest device alone"][cluster] = [1.0]
-        values.setdefault(f"all devices, {row['way']}, {rate}", {})[cluster] = row["speed_ups"]
+    clusters = list(dict.fromkeys(row["cluster"] for row in rows if row["model"] == model))
+    values: dict[str, dict[str, list[float]]] = {name: {} for name in _BARS}
+    for row in rows:
+        if row["model"] != model:
+            continue
+        values.setdefault(f"{row['way']}, {row['links'].replace('mbit', ' Mbit/s')}", {})[row["cluster"]] = row[
+            "speed_ups"
+        ]
         pairs = zip(row["speed_ups"], row["efficiencies"], strict=True)
-        ideal.setdefault(cluster, []).extend(gain / share for gain, share in pairs if share)
-    values["what each does alone, added up"] = {
-        cluster: [statistics.median(found)] for cluster, found in ideal.items() if found
-    }
-    bars([(f"Samples per second of {model}, relative to the fastest device alone", values, _times)], path, columns=2)
-
-
-def _times(axis: Axes) -> None:
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}x")
+        ideal = [gain / share for gain, share in pairs if share]
+        values["what each does alone, added up"].setdefault(row["cluster"], []).extend(ideal)
+        values["fastest device alone"][row["cluster"]] = [1.0]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axis, width = figure.subplots(), 0.85 / len(values)
+    for place, (name, own) in enumerate(values.items()):
+        heights = [statistics.median(own[cluster]) if own.get(cluster) else 0.0 for cluster in clusters]
+        at = [number + (place - (len(values) - 1) / 2) * width for number in range(len(clusters))]
+        shown = axis.bar(
+            at, heights, 0.92 * width, color=_BARS.get(name), label=name, edgecolor="#555555", linewidth=0.4
+        )
+        axis.bar_label(shown, [f"{height:.1f}" if height else "" for height in heights], fontsize=9, padding=2)
+    axis.set_xticks(range(len(clusters)), clusters)
+    axis.grid(visible=False, axis="x")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axis.set_title(
+        f"Five emulated devices train {model}: samples per second, relative to the fastest alone", loc="left"
+    )
+    figure.legend(loc="outside lower center", ncols=3)
+    save(figure, path)
 
 
 def main() -> None:
