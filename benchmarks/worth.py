@@ -169,7 +169,7 @@ _BARS = {  # colours of what is compared, in order
     "exact, 100 Mbit/s": "#0072B2",
     "exact: false, 20 Mbit/s": "#8fd3bf",
     "exact: false, 100 Mbit/s": "#009E73",
-    "what each does alone, added up": "#e6e6e6",
+    "sum of what each does alone": "#e6e6e6",
 }
 
 
@@ -185,7 +185,7 @@ def draw(rows: Sequence[Row], model: str, path: Path) -> None:
         ]
         pairs = zip(row["speed_ups"], row["efficiencies"], strict=True)
         ideal = [gain / share for gain, share in pairs if share]
-        values["what each does alone, added up"].setdefault(row["cluster"], []).extend(ideal)
+        values["sum of what each does alone"].setdefault(row["cluster"], []).extend(ideal)
         values["fastest device alone"][row["cluster"]] = [1.0]
     figure = Figure(figsize=(9, 4), layout="constrained")
     axis, width = figure.subplots(), 0.85 / len(values)
@@ -196,7 +196,8 @@ def draw(rows: Sequence[Row], model: str, path: Path) -> None:
             at, heights, 0.92 * width, color=_BARS.get(name), label=name, edgecolor="#555555", linewidth=0.4
         )
         axis.bar_label(shown, [f"{height:.1f}" if height else "" for height in heights], fontsize=9, padding=2)
-    axis.set_xticks(range(len(clusters)), clusters)
+    cores = {cluster: " ".join(f"{quota:g}" for quota in CLUSTERS[cluster]) for cluster in clusters}
+    axis.set_xticks(range(len(clusters)), [f"{cluster}\n({own} cores)" for cluster, own in cores.items()])
     axis.grid(visible=False, axis="x")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     axis.set_title(
