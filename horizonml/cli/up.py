@@ -221,7 +221,7 @@ def _token() -> Token:
         token = make_token()
         file = save_token(token)
         print(f"a new token ({token.id}) is in {file}")
-        print("Copy that file to the other devices, with mode 600; `horizonml token --show` prints its content.")
+        print("Other devices get it by the code below, or as a copy of that file; `horizonml token --show` prints it.")
     return token
 
 

@@ -72,7 +72,10 @@ def listen(host: str, port: int) -> socket.socket:
         if listener is not None:
             listener.close()
         reason = getattr(error, "strerror", None) or str(error)
-        raise RendezvousError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
+        advice = "choose another --host or --port"
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            advice = f"perhaps another `horizonml up` runs on this machine; stop it, or {advice}"
+        raise RendezvousError(f"cannot listen on {host}:{port}: {reason}; {advice}") from error
     return listener
 
 

@@ -317,10 +317,9 @@ class Generation:
         if places:
             path, previous = life.job.run_folder, next(one for one in kept if one is not None)
             where = f" on {', '.join(places)}" if len(set(leads)) > 1 else ""
-            self.say(
-                f"the earlier run is kept in {previous}{where}, until the next --fresh. To go back to it: mv {path} "
-                f"{path}.new && mv {previous} {path}"
-            )
+            own = kept[group.rank]
+            back = f". To go back to it: mv {path} {path}.new && mv {own} {path}" if own is not None else ""
+            self.say(f"the earlier run is kept in {own or previous}{where}, until the next --fresh{back}")
 
     def _use_threads(self, model: Model, hosts: list[Host], here: Host, kept: list[int | None]) -> None:
         """Choose how many threads this rank computes with; results depend on it, so a rank keeps its number."""

@@ -51,6 +51,27 @@ def make_run_folder(path: Path) -> None:
         (path / MARK).write_text(_TEXT)
 
 
+def in_use(path: Path, rank: int) -> str | None:
+    """Return why a rank cannot take its place in a run's folder, because another process has it, or None."""
+    places = path / _PLACES
+    if not (places / f"rank-{rank}.lock").exists():
+        return None
+    try:
+        with FileLock(places / f"rank-{rank}.lock", timeout=_LOCK_SECONDS):
+            return None
+    except Timeout:
+        return _taken(path, rank)
+    except (NotImplementedError, OSError):  # what hinders locks is reported when the place is taken
+        return None
+
+
+def _taken(path: Path, rank: int) -> str:
+    owner = _read(path / _PLACES / f"rank-{rank}.json")
+    return (
+        f"{path} is in use by rank {rank} of {owner}; wait for its end, or choose another name or folder for this run"
+    )
+
+
 def foreign(path: Path) -> str | None:
     """Return why `--fresh` must not touch a folder, or None if it may."""
     if path.resolve() == Path(path.resolve().anchor):
@@ -171,10 +192,7 @@ class RunFolder:
         try:
             self._lock.acquire()
         except Timeout:
-            raise JobError(
-                f"{self.path} is in use by rank {self._rank} of {_read(owner)}; wait for its end, or choose another "
-                "name or folder for this run"
-            ) from None
+            raise JobError(_taken(self.path, self._rank)) from None
         except (NotImplementedError, OSError) as error:  # filelock's words for a file system without locks
             if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
                 raise

@@ -66,11 +66,13 @@ def test_the_service_takes_little_memory_and_no_pytorch(start: Start) -> None:
     assert resident < 40 << 10, f"{resident / 1024:.1f} MiB"
 
 
-def test_what_cannot_be_a_name_is_a_clear_error() -> None:
+def test_what_cannot_be_a_name_or_is_taken_is_a_clear_error() -> None:
     with pytest.raises(ServiceError, match=r"the name pi\.\.local does not resolve"):
         Endpoint("pi..local", 29400).connect(1.0)
     with pytest.raises(RendezvousError, match=r"cannot listen on pi\.\.local:0"):
         listen("pi..local", 0)
+    with listen("127.0.0.1", 0) as other, pytest.raises(RendezvousError, match="another `horizonml up` runs on this"):
+        listen("127.0.0.1", other.getsockname()[1])
     with pytest.raises(OSError, match="does not resolve"):
         route_to("pi..local", 29400)
 

@@ -17,6 +17,7 @@ from horizonml.errors import CheckpointError, HorizonError, JobError
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.identity import Identity
+from horizonml.runtime.lobby.up import Up, UpSettings
 from horizonml.runtime.worker import Worker
 from horizonml.state import runfolder
 from horizonml.state.disks import DiskProbe
@@ -47,8 +48,12 @@ def test_a_second_run_in_a_folder_is_refused_and_told_who_is_there(tmp_path: Pat
         assert other.stdout is not None
         assert other.stdout.readline() == "here\n"
         RunFolder(folder, 1, "digits", True)  # another rank of that run
-        with pytest.raises(JobError, match=rf"in use by rank 0 of job digits \(process {other.pid} on "):
+        taken = rf"in use by rank 0 of job digits \(process {other.pid} on "
+        with pytest.raises(JobError, match=taken):
             RunFolder(folder, 0, "digits", True)
+        job = Job.model_validate({"name": "digits", "folder": str(folder), "model": {"name": "digits_cnn"}})
+        with pytest.raises(JobError, match=taken):  # before it shows a code, or searches for the others
+            Up(UpSettings(job, None, wanted=1))
         other.kill()
         other.communicate()
     RunFolder(folder, 0, "digits", True)  # whose lock ended with its process

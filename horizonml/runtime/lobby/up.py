@@ -36,7 +36,7 @@ from horizonml.runtime.lobby.rank import Child, Progress, secret
 from horizonml.runtime.lobby.view import View, rows, view
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token
-from horizonml.state.runfolder import foreign, make_run_folder
+from horizonml.state.runfolder import foreign, in_use, make_run_folder
 from horizonml.text import count, human_bytes, printable
 
 
@@ -90,7 +90,9 @@ class Up:
                 "--workers: say with how many devices training starts, because nobody can press Enter here (with a "
                 "token, --page lets you start it on its page)"
             )
-        problem = foreign(self._folder) if settings.fresh else None
+        problem = in_use(self._folder, 0) if settings.take_part else None
+        if problem is None and settings.fresh:
+            problem = foreign(self._folder)
         if problem is not None:
             raise JobError(problem)
         files = _shared_files(settings)
