@@ -174,7 +174,7 @@ def energy_facts(problem: Problem, found: Candidate) -> dict[str, object] | None
 
 _ROUNDING = 1 + 1e-9
 _LEAST = (60, 24)  # simulations of the search for a set, with up to that many ranks and with more
-_IN_A_SET = 200  # the most simulations of the search for a set of devices, divided by the devices
+_IN_A_SET = 400  # the most simulations of the search for a set of devices, divided by the devices
 _MOST_WORSE = 2  # sets in a row that are no better, after which smaller ones are not tried
 # Ranks that outnumber the cores gain nothing that fewer cannot do, and wait for one another in more ways than are
 # predicted: a plan without them may take so much longer on paper.

@@ -122,8 +122,9 @@ def widened(plan: Plan, kept: Sequence[int], ranks: int) -> Plan:
 
 
 _FAR = 1.25  # of the best time: plans beyond this are not improved
+_LAST = 2  # times the budget of a search, for moves from the best plan
 _NEAR = 1.05  # of the best time: other schedules are tried on plans within this
-_MOST_RESCHEDULED = 3  # the most plans that another schedule is tried on
+_MOST_RESCHEDULED = 5  # the most plans that another schedule is tried on
 _MANY_RANKS = 200  # ranks, above which fewer plans are simulated, because each takes long
 _USUAL = "1f1b"  # the schedule with which plans are found for those that give several stages to a rank
 _MOST_BLOCKS = (48, 32)  # blocks of devices that the dynamic programme distinguishes, with some ranks and with many
@@ -168,7 +169,7 @@ def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluato
             continue
         if other.cost[:2] < best.cost[:2] or other.prediction.seconds <= limit:
             best = other
-    return more_precise(evaluator, best)
+    return more_precise(evaluator, improve(evaluator, best, _LAST * budget, small_moves))
 
 
 def _starts(evaluator: Evaluator, budget: int) -> list[Candidate]:
