@@ -331,7 +331,9 @@ class Roster:
 
     def _check_past(self, one: Fingerprint) -> None:
         """Raise ValueError if a rank that joins says that it was in a group in which it cannot have been."""
-        here = self._newest.here and bool(self._of_groups())
+        # Unless some came from a group that met elsewhere since then: the others of it are to come as well.
+        known = [member.fingerprint.generation for member in self._of_groups()]
+        here = self._newest.here and bool(known) and max(known) <= self.generation
         if here and one.generation == self.generation:
             strange = (one.machine, one.pid, one.rank) not in self._formed
         else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from horizonml.rendezvous.members import Formed
@@ -253,6 +253,8 @@ Story = st.lists(st.tuples(Event, st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0, 5.0
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(Story)
+# The first one of a group back at a service that had not seen it kept the second one out.
+@example([(("kill", 1), 1.0), (("cut", {TOLD}), 0.25), (("kill", 2), 2.0), (("kill", 0), 0.25)])
 def test_there_are_never_two_groups_that_train_and_what_is_left_comes_together_again(story: object) -> None:
     world = World()
     world.run(10.0)
