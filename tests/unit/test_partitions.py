@@ -251,8 +251,8 @@ Event = st.one_of(
 Story = st.lists(st.tuples(Event, st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 15.0, 40.0])), max_size=12)
 
 
-# The stories are the same each time: of random ones, about 1 in 450 still ends with ranks that wait for each other at two
-# services, after losses of most ranks beside a cut. None has ever had two groups that train.
+# The stories are the same each time. Of random ones, about 1 in 450 still ends with ranks that wait for each other at
+# two services, after losses of most ranks beside a cut. None has ever had two groups that train.
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(Story)
 # The first one of a group back at a service that had not seen it kept the second one out.
