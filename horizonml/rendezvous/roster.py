@@ -334,10 +334,11 @@ class Roster:
         # Unless some came from a group that met elsewhere since then: the others of it are to come as well.
         known = [member.fingerprint.generation for member in self._of_groups()]
         here = self._newest.here and bool(known) and max(known) <= self.generation
+        member = (one.machine, one.pid, one.rank) in self._formed  # which may have met others elsewhere since then
         if here and one.generation == self.generation:
-            strange = (one.machine, one.pid, one.rank) not in self._formed
+            strange = not member
         else:
-            strange = one.generation > (self.generation if here else self.generation + _FURTHEST)
+            strange = one.generation > (self.generation if here and not member else self.generation + _FURTHEST)
         if strange:
             raise ValueError(
                 f"rank {one.rank} ({one.place}) comes from a generation {one.generation} that did not meet at this "

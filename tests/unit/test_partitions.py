@@ -8,9 +8,12 @@ service that they were told of when it takes them.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +23,7 @@ from horizonml.rendezvous.roster import Over, Roster
 from tests.rosters import rank
 
 RANKS = 5
+RANDOM = bool(os.environ.get("HORIZONML_RANDOM_STORIES"))  # each night
 TOLD = -1  # the machine of the service that all were told of
 TICK = 0.25
 AGAIN = Farewell("lost a peer", Departure.LOST_PEER)
@@ -251,13 +255,36 @@ Event = st.one_of(
 Story = st.lists(st.tuples(Event, st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 15.0, 40.0])), max_size=12)
 
 
-# The stories are the same each time. Of random ones, about 1 in 450 still ends with ranks that wait for each other at
-# two services, after losses of most ranks beside a cut. None has ever had two groups that train.
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# The stories are the same each time, because of random ones about 1 in 3,000 fails still: see the last test. Those of
+# every night are random.
+@settings(max_examples=150, deadline=None, derandomize=not RANDOM, suppress_health_check=[HealthCheck.too_slow])
 @given(Story)
 # The first one of a group back at a service that had not seen it kept the second one out.
 @example([(("kill", 1), 1.0), (("cut", {TOLD}), 0.25), (("kill", 2), 2.0), (("kill", 0), 0.25)])
 def test_there_are_never_two_groups_that_train_and_what_is_left_comes_together_again(story: object) -> None:
+    tell(story)
+
+
+# Known faults. The first: the only survivor of an older group and that of a newer one, which is at its own standby, go
+# on at once when a service without memory is started. The second: all come back, and wait at two services.
+TWO_GROUPS: list[Any] = [
+    (("cut", {TOLD, 0, 1, 2}), 15.0), (("cut", {TOLD, 2, 3}), 5.0), (("heal", None), 8.0), (("kill", 1), 20.0),
+    (("kill", 0), 5.0), (("stop the service", None), 5.0), (("start the service", None), 3.0),
+]  # fmt: skip
+TWO_SERVICES: list[Any] = [
+    (("stop the service", None), 40.0), (("revive", 4), 1.0), (("start the service", None), 5.0),
+    (("cut", {TOLD, 1, 3}), 0.5), (("kill", 1), 1.5), (("heal", None), 2.0), (("revive", 4), 0.25),
+    (("cut", {TOLD, 0, 3}), 0.25), (("kill", 4), 0.5),
+]  # fmt: skip
+
+
+@pytest.mark.xfail(reason="known faults, which are not mended yet", raises=AssertionError, strict=True)
+@pytest.mark.parametrize("story", [TWO_GROUPS, TWO_SERVICES], ids=["two groups", "two services"])
+def test_stories_that_are_known_to_fail(story: object) -> None:
+    tell(story)
+
+
+def tell(story: object) -> None:
     world = World()
     world.run(10.0)
     assert world.training().keys() == {frozenset(range(RANKS))}
