@@ -163,8 +163,9 @@ def train(
         raise JobError("--emulate: only ranks that this command starts by itself can stand for other devices")
     metrics_at = metrics_address(metrics)
     if identity is None:
-        from horizonml.runtime.launch import for_this_machine
+        from horizonml.runtime.launch import PatientStream, for_this_machine
 
+        sys.stdout = PatientStream(sys.stdout)
         job = for_this_machine(job, lambda text: print(text, flush=True))
     if seeds is not None:
         from horizonml.cli.seeds import parse_seeds, train_seeds

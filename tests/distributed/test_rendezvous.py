@@ -386,6 +386,6 @@ def test_the_interface_is_chosen_anew_for_each_group_unless_the_user_names_one(m
 def test_a_taken_port_is_a_clear_error() -> None:
     with (
         listen("127.0.0.1", 0) as taken,
-        pytest.raises(RendezvousError, match="in use; choose another --host or --port"),
+        pytest.raises(RendezvousError, match=r"in use; perhaps .* or choose another --host or --port"),
     ):
         listen("127.0.0.1", taken.getsockname()[1])

@@ -122,11 +122,11 @@ def test_init_says_which_kinds_of_data_and_models_there_are_and_overwrites_nothi
     assert [path.name for path in tmp_path.iterdir()] == ["my_model.py"]
 
 
-def test_the_readme_installs_the_versions_that_make_setup_installs() -> None:
+def test_the_quickstart_installs_the_versions_that_make_setup_installs() -> None:
     versions = dict(re.findall(r"^(TORCH\w*)_VERSION \?= (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
     exact = f"'torch=={versions['TORCH']}+cpu' 'torchvision=={versions['TORCHVISION']}+cpu'"
     command = f"pip install --no-deps --index-url https://download.pytorch.org/whl/cpu {exact}\npip install ."
-    assert command in (ROOT / "README.md").read_text()
+    assert command in (ROOT / "docs" / "quickstart.md").read_text()
 
 
 def test_no_package_is_taken_from_whichever_of_two_indexes_has_it() -> None:
