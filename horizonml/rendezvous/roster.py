@@ -351,7 +351,7 @@ class Roster:
         newer = one.generation > self.generation
         if running and running[0].group_key != one.group_key:
             problem = f"but the group that runs here is of another run ({difference(running[0], one)})"
-        elif self._newest.here and self._of_groups():  # and all its members are known
+        elif self._newest.here and running:  # and all its members are known
             problem = "which this service did not form"
         elif one.rank not in beside or len(beside) != one.group_size or one.generation > self.generation + _FURTHEST:
             problem = "whose ranks it misstates"

@@ -206,7 +206,7 @@ class World:
         if group is not None and any(
             not self.ranks[other.rank].alive and self.reach(one.number, other.rank) for other in group.members
         ):
-            one.last, one.group, one.connected = group, None, False
+            one.last, one.group, one.connected, one.join = group, None, False, 0  # it joins anew
 
     def elect(self, one: Rank) -> None:
         known = one.group or one.last or one.trained
@@ -255,33 +255,34 @@ Event = st.one_of(
 Story = st.lists(st.tuples(Event, st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 15.0, 40.0])), max_size=12)
 
 
-# The stories are the same each time, because of random ones about 1 in 3,000 fails still: see the last test. Those of
-# every night are random.
+# The stories are the same each time, because of random ones about 1 in 10,000 fails still: see the known fault below.
+# Those of every night are random.
 @settings(max_examples=150, deadline=None, derandomize=not RANDOM, suppress_health_check=[HealthCheck.too_slow])
 @given(Story)
 # The first one of a group back at a service that had not seen it kept the second one out.
 @example([(("kill", 1), 1.0), (("cut", {TOLD}), 0.25), (("kill", 2), 2.0), (("kill", 0), 0.25)])
+# The only survivor of a newer group, which met elsewhere, had been taken for dead with it.
+@example(
+    [
+        (("cut", {TOLD, 0, 1, 2}), 15.0), (("cut", {TOLD, 2, 3}), 5.0), (("heal", None), 8.0), (("kill", 1), 20.0),
+        (("kill", 0), 5.0), (("stop the service", None), 5.0), (("start the service", None), 3.0),
+    ]
+)  # fmt: skip
 def test_there_are_never_two_groups_that_train_and_what_is_left_comes_together_again(story: object) -> None:
     tell(story)
 
 
-# Known faults. The first: the only survivor of an older group and that of a newer one, which is at its own standby, go
-# on at once when a service without memory is started. The second: all come back, and wait at two services.
-TWO_GROUPS: list[Any] = [
-    (("cut", {TOLD, 0, 1, 2}), 15.0), (("cut", {TOLD, 2, 3}), 5.0), (("heal", None), 8.0), (("kill", 1), 20.0),
-    (("kill", 0), 5.0), (("stop the service", None), 5.0), (("start the service", None), 3.0),
-]  # fmt: skip
-TWO_SERVICES: list[Any] = [
-    (("stop the service", None), 40.0), (("revive", 4), 1.0), (("start the service", None), 5.0),
-    (("cut", {TOLD, 1, 3}), 0.5), (("kill", 1), 1.5), (("heal", None), 2.0), (("revive", 4), 0.25),
-    (("cut", {TOLD, 0, 3}), 0.25), (("kill", 4), 0.5),
+# Rank 0 is cut off from rank 3, which goes on with ranks 2 and 4 and dies. All that rank 0 learns at its standby is that
+# the only other member of its group is dead, so it goes on alone, beside ranks 2 and 4.
+DIED_ELSEWHERE: list[Any] = [
+    (("revive", 4), 1.0), (("cut", {TOLD, 0, 1, 3}), 7.0), (("kill", 1), 40.0), (("cut", {TOLD, 1, 2, 3, 4}), 7.0),
+    (("kill", 3), 7.0), (("heal", None), 5.0), (("stop the service", None), 7.0), (("cut", {2, 4}), 5.0),
 ]  # fmt: skip
 
 
-@pytest.mark.xfail(reason="known faults, which are not mended yet", raises=AssertionError, strict=True)
-@pytest.mark.parametrize("story", [TWO_GROUPS, TWO_SERVICES], ids=["two groups", "two services"])
-def test_stories_that_are_known_to_fail(story: object) -> None:
-    tell(story)
+@pytest.mark.xfail(reason="a known fault, which is not mended yet", raises=AssertionError, strict=True)
+def test_a_rank_whose_group_died_elsewhere_does_not_go_on_alone() -> None:
+    tell(DIED_ELSEWHERE)
 
 
 def tell(story: object) -> None:
