@@ -49,7 +49,7 @@ from horizonml.rendezvous.wire import MOST_RANKS
 
 Verdict = Formed | Refused | Complete
 
-LOST_SECONDS = 5.0  # a rank whose heartbeat has not moved for this long is lost
+LOST_SECONDS = 4.0  # a rank whose heartbeat has not moved for this long is lost
 _MOST_JOINS = 2 * MOST_RANKS  # remembered at a time
 _MOST_FENCED = 4 * MOST_RANKS
 _BEAT_SECONDS = 2.5  # a rank whose heartbeat has not moved for this long makes way for another of its number
