@@ -336,6 +336,8 @@ def join(
                 return find_at_relay(there, token, lambda found: _choose(found, stop), lambda: stop.wanted)
             if peer is not None:
                 return at(peer)
+            if not forever:
+                print("looking for a run on this network", flush=True)
             return find(token, lambda found: _choose(found, stop), lambda: stop.wanted)
 
         with _at_relay(way, token) as there:

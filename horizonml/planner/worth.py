@@ -25,6 +25,7 @@ class Worth:
     together: float
     alone: Sequence[float | None]  # by device; None for one that has not enough memory
     names: Sequence[str] = ()  # of the devices
+    idle: int = 0  # devices that the plan leaves out
 
     @property
     def speed_up(self) -> float | None:
@@ -48,7 +49,8 @@ class Worth:
         best = max(range(len(self.alone)), key=lambda device: self.alone[device] or 0.0)
         name = f" ({self.names[best]})" if len(set(self.names)) == len(self.alone) else ""
         kind = "emulated devices" if "emulated" in "".join(self.names) else "devices"
-        text = f"{len(self.alone)} {kind} train {self.speed_up:.2f} times as fast as the fastest of them alone{name}"
+        left = f", of which the plan leaves {self.idle} out," if self.idle else ""
+        text = f"{len(self.alone)} {kind}{left} train {self.speed_up:.2f} times as fast as the fastest of them alone{name}"
         if self.efficiency is not None:
             return f"{text}; their efficiency is {percent(self.efficiency)} of what each of them does alone, added up"
         without = sum(not rate for rate in self.alone)
@@ -74,4 +76,7 @@ def predicted_worth(problem: Problem, evaluator: Evaluator, found: Candidate, na
         one = alone_on(problem, evaluator, host.ranks[0])
         cores = max(1.0, min(len(host.ranks), host.cores))
         alone.append(cores * problem.batch_size / one.prediction.seconds if one.usable else None)
-    return Worth(problem.batch_size / found.prediction.seconds, alone, [names[host.ranks[0]] for host in problem.hosts])
+    used = {rank for stage in found.plan.stages for rank in stage.ranks}
+    idle = sum(used.isdisjoint(host.ranks) for host in problem.hosts)
+    leads = [names[host.ranks[0]] for host in problem.hosts]
+    return Worth(problem.batch_size / found.prediction.seconds, alone, leads, idle)

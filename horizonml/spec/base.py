@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import yaml
+from yaml.parser import ParserError
+from yaml.scanner import ScannerError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -385,7 +387,9 @@ def parse_yaml(text: str, source: str, text_keys: bool = True) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-        raise JobError(f"{where}: {error.problem or 'not YAML'}") from None
+        grammar = isinstance(error, ScannerError | ParserError)
+        advice = "; check the indentation, and put texts with special characters in quotes" if grammar else ""
+        raise JobError(f"{where}: {error.problem or 'not YAML'}{advice}") from None
     except RecursionError:
         raise JobError(f"{source}: more than {_MOST_DEEP} levels deep") from None
     except (yaml.YAMLError, ValueError, LookupError, ArithmeticError) as error:  # such as !!int x, or the character NUL

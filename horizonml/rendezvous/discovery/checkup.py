@@ -57,7 +57,8 @@ def interface(patient: Patient, host: str = _ANYWHERE) -> Iterator[Finding]:
     wireless = (folder / "wireless").exists() or (folder / "phy80211").exists()
     words = "Wi-Fi" if wireless else f"{card.speed} Mbit/s" if card.speed else "of unknown speed"
     more = f"; also up: {some([str(one) for one in others])}" if others else ""
-    yield Finding("network", Level.OK, f"training goes over {name} ({words}){more}")
+    use = "the way to the other devices" if host == _ANYWHERE else f"the way to {host}"
+    yield Finding("network", Level.OK, f"{use} leads over {name} ({words}){more}")
     if all(one.virtual for one in useful):
         yield Finding(
             "network", Level.WARNING, f"only {some([one.name for one in useful])} is up",
