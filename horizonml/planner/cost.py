@@ -301,7 +301,7 @@ def is_lossy(stage: Stage) -> bool:
 _LITTLE, _MOST = 0.05, 0.1
 _FORMATS = ("fp32", "int4")  # of outer gradients, the most precise first
 _SPARSE = "topk"  # what is tried last, and only with seldom synchronisations
-_SPARSE_RATIO = 18 / 1024  # of float32, that each member sends to each other one
+_SPARSE_RATIO = 116 / 16384  # of float32, that each member sends to each other one
 _SPARSE_EVERY = 16
 _FRAGMENTS = (1, 4)
 _DELAYS = (0, 1, 2, 4)

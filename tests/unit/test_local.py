@@ -180,12 +180,14 @@ def test_replicas_are_as_many_as_the_ranks_allow() -> None:
 def test_the_largest_values_of_each_block_arrive() -> None:
     vector = torch.randn(3 * BLOCK + 17, generator=torch.Generator().manual_seed(0))
     encoded = encode(vector)
-    assert encoded.numel() == encoded_bytes(vector.numel()) == 4 * (2 + 2 * KEPT)
+    assert encoded.numel() == encoded_bytes(vector.numel()) == 4 * 116, "141 times less than float32"
     decoded = decode(encoded, vector.numel())
     for block, found in zip(vector.split(BLOCK), decoded.split(BLOCK), strict=True):
-        kept = block.abs().topk(KEPT).indices
+        kept = block.abs().topk(min(KEPT, block.numel())).indices
         assert set(found.nonzero().flatten().tolist()) == set(kept.tolist())
-        assert float((found[kept] - block[kept]).abs().max()) <= float(block.abs().max()) / 127
+        assert torch.equal(found[kept].sign(), block[kept].sign())
+        assert len(set(found[kept].abs().tolist())) == 2, "the larger and the smaller ones"
+        assert block.numel() < BLOCK or float((found[kept] - block[kept]).norm()) <= 0.1 * float(block[kept].norm())
     assert torch.equal(decode(encode(torch.zeros(300)), 300), torch.zeros(300))
     for broken in (math.inf, math.nan):
         vector[5] = broken
