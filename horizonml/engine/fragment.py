@@ -9,8 +9,11 @@ DiLoCo, arXiv 2501.18512, section 2.3).
 The sums travel in the plan's format while training goes on. The sparse format has only the largest values of a vector,
 as SparseLoCo (arXiv 2508.15706) sends them: of every block of 4096 values the 64 largest, each with its place in 12
 bits, its sign, and a bit that says whether it is one of the larger or one of the smaller of them. The mean size of
-both kinds travels in 16 bits each. That is 141 times fewer bytes than float32 has. What is left out must be added to
-the next vector (error feedback; Stich et al., NeurIPS 2018). Everyone decodes the same bits.
+both kinds travels in 16 bits each. That is 141 times fewer bytes than float32 has. Everyone decodes the same bits.
+
+No part of an outer gradient is lost: a member takes up most of what it has left out when training goes on, so its own
+parameters differ from the outer ones by that, and adds the rest to its next outer gradient (error feedback; Stich et
+al., NeurIPS 2018). See `Local.taken_up`.
 """
 
 from __future__ import annotations
@@ -72,22 +75,21 @@ class WholeSum:
 
 
 class SparseSum:
-    """Sums the largest values of each member's vector; what a member leaves out is a part of its next vector.
+    """Sums the largest values of each member's vector.
 
     Every member receives the others' encoded vectors and adds them up in the members' order.
     """
 
     def __init__(self, group: Group, stage: Stage, number: int, values: int) -> None:
         self._group, self._ranks, self._number, self._values = group, stage.ranks, number, values
-        self.remainder = torch.zeros(values)
+        self.sent = torch.zeros(0)  # what others get of the last vector
         self.bytes_sent = (len(stage.ranks) - 1) * encoded_bytes(values)
 
     @torch.no_grad()
     def begin(self, vector: Tensor) -> Work:
         """See `Sum`."""
-        wanted = self.remainder.add_(vector)
-        own = encode(wanted)
-        wanted -= decode(own, self._values)
+        own = encode(vector)
+        self.sent = decode(own, self._values)
         every = [torch.empty_like(own) for _ in self._ranks]
         gathered = self._group.begin_all_gather(own, every, self._ranks, self._number)
         return _Sparse(gathered, every, vector)
@@ -154,6 +156,8 @@ class Fragment:
         self._averaged = set(state.entries(AVERAGE)) & set(parameters)
         self._works: list[Work] = []
         self._vector, self._own = torch.zeros(0), torch.zeros(0)
+        self._unsent = self._left = torch.zeros(0)  # of the sum under way, and of the last one until it is taken up
+        self._rest = torch.zeros(0)  # of the last one, once that has been done
         self._arrived: list[Tensor] = []
         self.found: dict[str, Tensor] = {}  # what the last synchronisation has found, by the names in the state
         self._next = torch.zeros(0), torch.zeros(0)
@@ -190,11 +194,16 @@ class Fragment:
         self._counts, self._summed = [0.0] * len(self._counts), self._counts
         self._works = []
         if self._sum is not None:
+            self.take_up(0.0)
             self._own = self.outer - self._flat()
+            if self._rest.numel():
+                self._own += self._rest
             self._vector = self._own * weight
             if self._local.format != "fp32":
                 self._vector = self._vector.float()
             self._works.append(self._sum.begin(self._vector))
+            if isinstance(self._sum, SparseSum):
+                self._unsent = self._own - self._sum.sent / weight if weight else self._own.clone()
         if self._buffer_sum is not None:
             averaged, copied = self._buffers.float_and_other()
             first = float(self._members.leads)
@@ -275,9 +284,25 @@ class Fragment:
         self._kept = {name: buffer.clone() for name, buffer in self._buffers.named().items()}
         for name, value in own.items():
             every[name].detach().lerp_(value, MIXING)
+        if self._unsent.numel():
+            # Of what was in this member's parameters, mixing has kept a part there.
+            kept = (self._unsent - self._rest if self._rest.numel() else self._unsent) if late else 0.0
+            self._left = self._unsent - MIXING * kept
+        self._unsent = self._rest = torch.zeros(0)
         self._summed = [0.0] * len(self._counts)
         self._since, self.found, self._next = step, {}, (torch.zeros(0), torch.zeros(0))
         self._vector, self._own, self._arrived = torch.zeros(0), torch.zeros(0), []
+
+    @torch.no_grad()
+    def take_up(self, part: float) -> None:
+        """Go on with a part of what this member's last outer gradient has left out; the next one has the rest."""
+        if not self._left.numel():
+            return
+        for name, left in self._by_name(part * self._left).items():
+            self._parameters[name].detach().sub_(left.to(self._parameters[name]))
+        for first, copy in self._copies.values():
+            copy.detach().copy_(self._parameters[first])
+        self._left, self._rest = torch.zeros(0), (1 - part) * self._left
 
     @property
     def rows(self) -> float:

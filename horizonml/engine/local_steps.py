@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from horizonml.comm.expected import boolean
 from horizonml.comm.group import Group
-from horizonml.data.dataset import BatchOfWorkers, Inputs, NeededRows, Tree
+from horizonml.data.dataset import NeededRows
 from horizonml.data.sampler import name_seed
-from horizonml.data.samples import join
+from horizonml.data.samples import BatchRows, JoinedBatch
 from horizonml.engine.clock import StepResult, Totals, merged
 from horizonml.engine.fragment import Fragment, fragments_of
 from horizonml.engine.session import Session, Trainer
@@ -56,10 +54,15 @@ def open_session(
     task: Task,
     batch_size: int,
     execution: Execution = PLAIN,
+    steps: int = 0,
 ) -> Trainer:
-    """Return this rank's session of a plan, with or without local steps; all ranks of the group call this."""
-    kind = Session if plan.local is None else LocalSession
-    return kind(plan, state, group, task, batch_size, execution)
+    """Return this rank's session of a plan, with or without local steps, for a run of so many `steps` in all.
+
+    All ranks of the group call this.
+    """
+    if plan.local is None:
+        return Session(plan, state, group, task, batch_size, execution)
+    return LocalSession(plan, state, group, task, batch_size, execution, steps)
 
 
 class LocalSession(Trainer):
@@ -73,13 +76,15 @@ class LocalSession(Trainer):
         task: Task,
         batch_size: int,
         execution: Execution = PLAIN,
+        steps: int = 0,
     ) -> None:
-        """Connect the replicas and their stages; see `Session`."""
+        """Connect the replicas and their stages; see `open_session`."""
         plan.check(len(state.model.chain), group.world_size)
         assert plan.local is not None
         self.plan, self.state, self.group, self.task, self.execution = plan, state, group, task, execution
         self.following: Following | None = None
         self._local: Local = plan.local
+        self._steps = steps
         self._place = next(place for place, ranks in enumerate(plan.replicas) if group.rank in ranks)
         shares = plan.stages[0].shares
         self._shares = [share * len(shares) / sum(shares) for share in shares]  # relative to the mean
@@ -259,6 +264,8 @@ class LocalSession(Trainer):
         self._waiting.append(BatchRows(batch, *parts[self._place]))
         if not updates[self._place]:
             return []
+        for fragment in itertools.chain(*self._fragments):
+            fragment.take_up(self._local.taken_up(number, self._steps))
         rows, self._waiting = JoinedBatch(self._waiting), []
         steps = []
         for place, piece in enumerate(rows.split(updates[self._place])):
@@ -431,69 +438,3 @@ def _said_of_replicas(synced: int) -> Iterator[None]:
         yield
     except Diverged as error:
         raise Diverged(str(error).replace(UNCHANGED, _SYNCED.format(step=synced))) from None
-
-
-@dataclass(frozen=True)
-class BatchRows:
-    """Describes rows `start` to `stop - 1` of a batch."""
-
-    batch: Batch
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        """Return the number of rows."""
-        return self.stop - self.start
-
-
-class JoinedBatch:
-    """Implements `Batch` for parts of other batches, one after another."""
-
-    def __init__(self, parts: Sequence[BatchRows]) -> None:
-        self._parts = [part for part in parts if part.size]
-
-    @property
-    def size(self) -> int:
-        """Return the number of rows of all parts."""
-        return sum(part.size for part in self._parts)
-
-    @property
-    def waits(self) -> bool:
-        """Return whether workers load any of the rows; see `BatchOfWorkers`."""
-        return any(isinstance(part.batch, BatchOfWorkers) and part.batch.waits for part in self._parts)
-
-    def inputs(self, start: int, stop: int) -> Inputs:
-        """Return the inputs of rows `start` to `stop - 1`."""
-        found = self._collect(start, stop, lambda part, first, end: part.batch.inputs(first, end))
-        joined = join([list(tree) if isinstance(tree, tuple) else tree for tree in found])
-        if isinstance(joined, Tensor):
-            return joined
-        return tuple(part for part in joined if isinstance(part, Tensor))
-
-    def targets(self, start: int, stop: int) -> Tree:
-        """Return the targets of rows `start` to `stop - 1`."""
-        return join(self._collect(start, stop, lambda part, first, end: part.batch.targets(first, end)))
-
-    def _collect(self, start: int, stop: int, read: Callable[[BatchRows, int, int], Tree]) -> list[Tree]:
-        found, before = [], 0
-        for part in self._parts:
-            first, end = max(start - before, 0), min(stop - before, part.size)
-            if first < end:
-                found.append(read(part, part.start + first, part.start + end))
-            before += part.size
-        return found
-
-    def split(self, pieces: int) -> list[JoinedBatch]:
-        """Return the rows in so many pieces of about the same size, without those that would be empty."""
-        edges = [self.size * number // pieces for number in range(pieces + 1)]
-        return [self._between(first, end) for first, end in pairwise(edges) if first < end]
-
-    def _between(self, start: int, stop: int) -> JoinedBatch:
-        parts, before = [], 0
-        for part in self._parts:
-            first, end = max(start - before, 0), min(stop - before, part.size)
-            if first < end:
-                parts.append(BatchRows(part.batch, part.start + first, part.start + end))
-            before += part.size
-        return JoinedBatch(parts)

@@ -228,7 +228,8 @@ def copies_for_sync(plan: Plan, stage: Stage) -> float:
         return 1 + own + summed / members
     if plan.local is None:
         return 2.0
-    return 2 + 4 / plan.local.fragments + {"int4": 1 + 1 / members, "topk": 1.0}.get(plan.local.format, 0.0)
+    under_way = 1 / plan.local.fragments
+    return 2 + 4 * under_way + {"int4": 1 + 1 / members, "topk": 1 + 2 * under_way}.get(plan.local.format, 0.0)
 
 
 def memory_needed(problem: Problem, plan: Plan, lists: Mapping[int, Sequence[Action]]) -> dict[int, float]:

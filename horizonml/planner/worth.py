@@ -50,7 +50,9 @@ class Worth:
         name = f" ({self.names[best]})" if len(set(self.names)) == len(self.alone) else ""
         kind = "emulated devices" if "emulated" in "".join(self.names) else "devices"
         left = f", of which the plan leaves {self.idle} out," if self.idle else ""
-        text = f"{len(self.alone)} {kind}{left} train {self.speed_up:.2f} times as fast as the fastest of them alone{name}"
+        text = (
+            f"{len(self.alone)} {kind}{left} train {self.speed_up:.2f} times as fast as the fastest of them alone{name}"
+        )
         if self.efficiency is not None:
             return f"{text}; their efficiency is {percent(self.efficiency)} of what each of them does alone, added up"
         without = sum(not rate for rate in self.alone)

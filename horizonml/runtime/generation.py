@@ -221,7 +221,8 @@ class Generation:
         if plan.local is None:
             life.state.forget_outer()
         task = task_for(life.job, life.info)
-        return open_session(plan, life.state, self.group, task, life.job.batch_size, execution)
+        steps = life.job.total_steps(-(-life.info.train // life.job.batch_size))
+        return open_session(plan, life.state, self.group, task, life.job.batch_size, execution, steps)
 
     def _load(self, session: Trainer) -> Data:
         """Return the data for this rank, of which all ranks know what cannot be read. Raises DataError."""

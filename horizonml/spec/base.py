@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import yaml
-from yaml.parser import ParserError
-from yaml.scanner import ScannerError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+from yaml.parser import ParserError
+from yaml.scanner import ScannerError
 
 from horizonml.errors import JobError
 from horizonml.text import human_bytes, nearest

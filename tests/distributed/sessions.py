@@ -36,10 +36,11 @@ def session_for(
     batch_size: int,
     task: Task | None = None,
     ema: Ema | None = None,
+    steps: int = 0,
 ) -> Session:
-    """A session on a new state."""
+    """A session on a new state, of a run of so many steps."""
     state = TrainState(model, optimizer, ema, local=plan.local is not None)
-    return open_session(plan, state, group, task or Classification(), batch_size)
+    return open_session(plan, state, group, task or Classification(), batch_size, steps=steps)
 
 
 def state_of(session: Session) -> dict[str, Tensor]:

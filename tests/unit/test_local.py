@@ -11,8 +11,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from horizonml.data.samples import BatchRows, JoinedBatch
 from horizonml.engine.fragment import BLOCK, KEPT, decode, encode, encoded_bytes
-from horizonml.engine.local_steps import BatchRows, JoinedBatch
 from horizonml.errors import PlanError
 from horizonml.job.jobfile import changed, plan_values, read_plan, write_plan
 from horizonml.job.schema import Job

@@ -272,8 +272,8 @@ def test_there_are_never_two_groups_that_train_and_what_is_left_comes_together_a
     tell(story)
 
 
-# Rank 0 is cut off from rank 3, which goes on with ranks 2 and 4 and dies. All that rank 0 learns at its standby is that
-# the only other member of its group is dead, so it goes on alone, beside ranks 2 and 4.
+# Rank 0 is cut off from rank 3, which goes on with ranks 2 and 4 and dies. All that rank 0 learns at its standby is
+# that the only other member of its group is dead, so it goes on alone, beside ranks 2 and 4.
 DIED_ELSEWHERE: list[Any] = [
     (("revive", 4), 1.0), (("cut", {TOLD, 0, 1, 3}), 7.0), (("kill", 1), 40.0), (("cut", {TOLD, 1, 2, 3, 4}), 7.0),
     (("kill", 3), 7.0), (("heal", None), 5.0), (("stop the service", None), 7.0), (("cut", {2, 4}), 5.0),
