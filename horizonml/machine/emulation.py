@@ -72,7 +72,7 @@ def of_rank(cores: Sequence[float], rank: int) -> dict[str, str]:
     """Return the environment variables that make a rank one of these devices; none if there are none."""
     if not cores:
         return {}
-    return {EMULATED_CORES: f"{cores[rank]:g}", NAME: f"emulated device {rank} with {cores[rank]:g} cores"}
+    return {EMULATED_CORES: f"{cores[rank]:g}", NAME: f"emulated-{rank}-with-{cores[rank]:g}-cores"}
 
 
 def is_emulated() -> bool:

@@ -85,6 +85,11 @@ class DeviceEntry(_Section):
         description="File of `horizonml plan --profile`, measured on such a device; then `speed` is relative to that.",
     )
     cores: float = Field(1.0, gt=0, description="Cores that a rank may use; below 1 under a quota, e.g. a container's.")
+    bursts: bool = Field(
+        True,
+        description="Whether, below 1 core, it may use a whole one for a moment, as containers may; an emulated "
+        "device may not.",
+    )
     machine: str = Field("", description="For containers: which machine they share; empty if this is one.")
     machine_cores: float = Field(0.0, ge=0, description="Cores that the containers of this machine share.")
     contention: list[tuple[float, float]] = Field(
@@ -158,6 +163,7 @@ class Cluster(_Section):
                 device.machine,
                 device.machine_cores,
                 tuple(sorted((cores, max(1.0, factor)) for cores, factor in device.contention)),
+                device.bursts,
             )
             if device.kind == "cpu"
             else Host((rank,), 1.0, device.memory)
@@ -236,6 +242,8 @@ def write_cluster(
             "memory": f"{machine[rank].memory / 2**20:.0f}MiB",
             "profile": file,
         }
+        if not host.bursts:
+            devices[own]["bursts"] = False
         if host.machine:
             devices[own] |= {"machine": host.machine, "machine_cores": host.machine_cores}
         elif shared and host.cores >= 1:

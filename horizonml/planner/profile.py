@@ -188,6 +188,7 @@ class Host:
     machine: Name = ""
     machine_cores: Number = 0.0
     contention: Contention = ()  # among the ranks of the machine
+    bursts: bool = True  # whether, with less than a core, it may use a whole one for a moment, as under a quota
 
     @property
     def oversubscription(self) -> float:

@@ -330,6 +330,7 @@ class Cores:
     allowance: float = 0.0  # seconds of a core
     bursts: bool = False  # whether it may use a whole core
     left: dict[int, float] = field(default_factory=dict)  # seconds on a core of its own, by rank
+    steady: bool = False  # whether it never uses more than its cores
 
     @property
     def demand(self) -> float:
@@ -339,10 +340,10 @@ class Cores:
 
     def accrue(self, seconds: float) -> bool:
         """Let the allowance grow, or shrink, by so much, and return whether it matters for how fast ranks compute."""
-        granted, before = self.cores * _QUOTA_PERIOD, self.bursts
+        granted, before = 0.0 if self.steady else self.cores * _QUOTA_PERIOD, self.bursts
         grown = self.allowance + seconds
         self.allowance = min(granted, grown) if grown > _EPSILON else 0.0
-        self.bursts = self.allowance > 0 if before else self.allowance >= _RESUMES * granted
+        self.bursts = self.allowance > 0 and (before or self.allowance >= _RESUMES * granted)
         return self.bursts != before
 
 
@@ -466,7 +467,7 @@ def cores_of(hosts: Sequence[Host], allowances: Sequence[float]) -> list[Cores]:
         else:
             dedicated = len(host.ranks) == 1 and host.cores >= 1
             machine = Machine(number, max(1.0, host.cores), host.contention, dedicated)
-        made.append(Cores(host.cores, machine))
+        made.append(Cores(host.cores, machine, steady=not host.bursts))
         if host.cores < 1:
             made[-1].accrue(allowance)
         machine.hosts.append(made[-1])

@@ -283,7 +283,7 @@ def _say_crowded(
     measured here before.
     """
     ranks = len(host.ranks)
-    if ranks > host.cores:
+    if ranks > max(1, host.cores):
         cores = f"{host.cores:.3g} core{'' if host.cores == 1 else 's'}"
         say(
             f"warning: {ranks} ranks share the {cores} of this machine, which one process would use by itself: it "

@@ -36,6 +36,7 @@ from horizonml.files import cache_folder, write_atomically
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import Compute, choose_device, computing, use
 from horizonml.machine.code import own_files
+from horizonml.machine.emulation import is_emulated
 from horizonml.machine.host import available_cores, memory_left, memory_share, requested_device, shared_machine
 from horizonml.models.boundary import Values, values_of
 from horizonml.models.cutting import AUTOMATIC, Cutting
@@ -212,7 +213,7 @@ def find_hosts(group: Group, capacities: Sequence[Capacity]) -> list[Host]:
             continue
         shared = sum(other == first.machine for other in machines.values()) > 1
         place = (first.machine, first.machine_cores) if shared else ()
-        hosts.append(Host(ranks, first.cores, first.memory, *place))
+        hosts.append(Host(ranks, first.cores, first.memory, *place, bursts=not is_emulated()))
     return hosts
 
 

@@ -14,6 +14,7 @@ from horizonml.errors import PlanError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import Compute, computing, use
+from horizonml.machine.emulation import is_emulated
 from horizonml.machine.host import available_cores, keep_freed_memory, memory_share, rss_bytes, threads_per_rank
 from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
@@ -143,7 +144,7 @@ def _here(job: Job, say: Say) -> Places:
         ranks = tuple(rank for rank, other in enumerate(devices) if other.label == device.label)
         there = device.memory()
         if there is None:
-            hosts.append(Host(ranks, cores, own))
+            hosts.append(Host(ranks, cores, own, bursts=not is_emulated()))
             continue
         say(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {device.described}")
         hosts.append(Host(ranks, 1.0, (min(own, there) if device.shared else there) / len(ranks)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 
+import pytest
+
 from horizonml.planner.profile import Host
 from horizonml.planner.simulate import cores_of
 
@@ -29,3 +31,12 @@ def test_containers_that_share_cores_do_not_alternate_without_end() -> None:
             events += 1
             assert events < 100, f"seed {seed}: {events} events in {machine.now} s"
         assert max(works) <= machine.now <= 1.1 * max(works) / CORES, f"seed {seed}"
+
+
+def test_an_emulated_device_never_computes_faster_than_its_cores() -> None:
+    for bursts, seconds in ((True, 0.01), (False, 0.01 / 0.3)):
+        (cores,) = cores_of([Host((0,), 0.3, 1e9, bursts=bursts)], [0.03])
+        cores.machine.begin(cores, 0, 0.01)
+        assert cores.machine.next_change == pytest.approx(seconds)
+        cores.machine.advance(seconds)
+        assert cores.machine.end() == [0]
