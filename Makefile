@@ -4,6 +4,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 5
+# The cores of each of the demo's devices, which are emulated, and what they train: enough that it is worth connecting
+# them. If it is empty, ranks share this machine instead.
+DEVICES ?= 0.3
+DEMO := --strategies single ddp auto --epochs 12 --set batch_size=256 --set data.image_size=16 \
+	--set parallel.exact=false
 # Where CPU builds of torch come from, and which (see scripts/setup.py).
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_VERSION ?= 2.13.0
@@ -51,17 +56,17 @@ help: ## Show this list
 setup: ## Create .venv and install everything (the targets below do it when needed)
 	@$(PYTHON) scripts/setup.py "$(VENV)"
 
-demo: setup ## Train by four strategies with 5 local ranks and compare them; plan for unequal devices; draw pictures
-	@"$(BIN)/horizonml" bench compare jobs/digits.yaml --workers $(WORKERS) --out runs/demo
-	@echo
-	@echo "So much for ranks that share one machine. HorizonML is made for machines that are unequal and links that are"
-	@echo "slow. This is its plan for ResNet-18 on a laptop, two mini-PCs and two Raspberry Pis on Wi-Fi, as"
-	@echo "examples/devices.yaml describes them. Devices that would slow the others down are left out:"
+demo: setup ## Plan for unequal devices, and compare five emulated ones with one of them alone (DEVICES=: without)
+	@echo "This is a plan for ResNet-18 on a laptop, two mini-PCs and two Raspberry Pis on Wi-Fi, as examples/devices.yaml"
+	@echo "describes them. Devices that would slow the others down are left out:"
 	@echo
 	@"$(BIN)/horizonml" plan jobs/cifar10.yaml --devices examples/devices.yaml --picture runs/demo/plan.png
 	@echo
-	@echo "Pictures: runs/demo/plan.png shows a step of this plan, runs/demo/report.html compares the four strategies."
-	@echo "Next: make hetero trains on five such devices, emulated with Docker."
+	@test -z "$(DEVICES)" || echo "Now devices of $(DEVICES) cores are emulated here, and train on digits: one alone, then $(WORKERS) together."
+	@"$(BIN)/horizonml" bench compare jobs/digits.yaml --workers $(WORKERS) --out runs/demo \
+		$(if $(DEVICES),--emulate $(DEVICES) $(DEMO))
+	@echo "Pictures in runs/demo: $(if $(DEVICES),worth.png compares the devices with each of them alone; )plan.png shows a step of the plan"
+	@echo "for unequal devices; report.html has everything else. Next: make hetero trains on such devices, in Docker."
 
 test: setup ## Test on this machine, with real ranks, in a few minutes
 	@"$(BIN)/python" -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow"

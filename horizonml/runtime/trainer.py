@@ -193,7 +193,7 @@ class Training:
         if following is not None:
             following.after_step(step.transfer, step.wall)
         self.wall = step.wall
-        if following is None and batch.size == self.job.batch_size:
+        if following is None and batch.size == self.job.batch_size and step.local_steps != 0:
             self.recorder.quickest = min(self.recorder.quickest, step.compute)
         self.recorder.step(step, done + 1, epoch + 1, batch.size, lr, batch.skipped)
         return step
