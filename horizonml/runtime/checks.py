@@ -212,7 +212,7 @@ def find_hosts(group: Group, capacities: Sequence[Capacity]) -> list[Host]:
             hosts.append(Host(ranks, 1.0, first.memory / len(ranks)))
             continue
         shared = sum(other == first.machine for other in machines.values()) > 1
-        place = (first.machine, first.machine_cores) if shared else ()
+        place = (first.machine, first.machine_cores) if shared else ("", 0.0)
         hosts.append(Host(ranks, first.cores, first.memory, *place, bursts=not is_emulated()))
     return hosts
 
