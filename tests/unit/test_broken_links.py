@@ -104,7 +104,7 @@ def test_a_rank_that_is_silent_is_lost_and_no_link_is_blamed() -> None:
     roster.unreached(1, [2], 14.0)
     alive(roster, 1, 2, start=14.25, end=15.25)
     (ended,) = roster.endings().values()
-    assert str(ended.lost[0]) == "rank 2 on host2 gives no sign of life (5.2 s)"
+    assert str(ended.lost[0]) == "rank 2 on host2 gives no sign of life (4.2 s)"
     roster.unreached(99, [1], 15.5)  # a stranger blames nobody
 
 
