@@ -53,7 +53,7 @@ def jobs() -> dict[str, Job]:
     mobile = {"model.name": "mobilenet_v3_small", "data.image_size": 96, "batch_size": 256}
     text = """
     name: gpt
-    batch_size: 128
+    batch_size: 16
     model: {name: gpt, options: {layers: 6, heads: 6, width: 372}}
     data: {name: text, tokens: characters, length: 64, stride: 4, holdout: 0.05}
     optimizer: {name: adamw, lr: 1e-3}
