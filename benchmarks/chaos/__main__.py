@@ -68,7 +68,7 @@ def chaos(
     Faults (* Linux only):
     kill        the process ends at once (SIGKILL)
     pause       the process is stopped for 1 to 10 s (SIGSTOP); a rank counts as
-                lost after 5 s
+                lost after 4 s
     partition*  the network is cut for 1 to 10 s, and no connection is closed;
                 this needs root or user namespaces
     oom*        the process gets no further memory, so an allocation fails soon

@@ -63,7 +63,7 @@ class Pause(Fault):
         cluster.resume(rank)
 
     def seconds(self, dice: random.Random) -> float:
-        """Return a time that is shorter than 5 s as often as longer."""
+        """Return a time that is shorter than 4 s as often as longer."""
         return _short_or_long(dice)
 
 
@@ -82,7 +82,7 @@ class Partition(Fault):
         cluster.heal(rank)
 
     def seconds(self, dice: random.Random) -> float:
-        """Return a time that is shorter than 5 s as often as longer."""
+        """Return a time that is shorter than 4 s as often as longer."""
         return _short_or_long(dice)
 
     def problem(self) -> str | None:
@@ -152,7 +152,7 @@ class DiskFull(_Limit):
 
 
 def _short_or_long(dice: random.Random) -> float:
-    return dice.uniform(1.0, 4.0) if dice.random() < 0.5 else dice.uniform(6.0, 10.0)
+    return dice.uniform(1.0, 3.0) if dice.random() < 0.5 else dice.uniform(6.0, 10.0)
 
 
 def _found(base: type[Fault]) -> list[Fault]:

@@ -11,9 +11,9 @@ as SparseLoCo (arXiv 2508.15706) sends them: of every block of 4096 values the 6
 bits, its sign, and a bit that says whether it is one of the larger or one of the smaller of them. The mean size of
 both kinds travels in 16 bits each. That is 141 times fewer bytes than float32 has. Everyone decodes the same bits.
 
-No part of an outer gradient is lost: a member takes up most of what it has left out when training goes on, so its own
-parameters differ from the outer ones by that, and adds the rest to its next outer gradient (error feedback; Stich et
-al., NeurIPS 2018). See `Local.taken_up`.
+What a member has left out of its outer gradient is not lost: it takes up a part of it when training goes on, so that its
+own parameters differ from the outer ones by that, and adds the rest to its next outer gradient (error feedback; Stich
+et al., NeurIPS 2018). `Local.taken_up` says which part.
 """
 
 from __future__ import annotations
@@ -204,6 +204,7 @@ class Fragment:
             self._works.append(self._sum.begin(self._vector))
             if isinstance(self._sum, SparseSum):
                 self._unsent = self._own - self._sum.sent / weight if weight else self._own.clone()
+                self._sum.sent = torch.zeros(0)
         if self._buffer_sum is not None:
             averaged, copied = self._buffers.float_and_other()
             first = float(self._members.leads)
@@ -224,8 +225,8 @@ class Fragment:
         if self._sum is not None:
             gradient = self._vector.to(self._dtype)
             finite = bool(torch.isfinite(gradient.sum()))
-            norm = float(gradient.norm())
-            divergence = float((self._own - gradient).norm()) / norm if norm > 0 else 0.0
+            norm, sent = float(gradient.norm()), self._own - self._unsent if self._unsent.numel() else self._own
+            divergence = float((sent - gradient).norm()) / norm if norm > 0 else 0.0
             momentum = self.momentum * self._local.momentum + gradient
             direction = gradient + self._local.momentum * momentum
             self._next = self.outer - self._local.learning_rate * direction, momentum
@@ -394,8 +395,12 @@ def encode(vector: Tensor) -> Tensor:
     padded[: vector.numel()] = vector
     rows = padded.view(blocks, BLOCK)
     sizes, places = rows.abs().topk(KEPT, dim=1)
-    larger = sizes > sizes.mean(1, keepdim=True)  # none, where a size is not finite
-    scales = torch.stack([_mean_where(~larger, sizes), _mean_where(larger, sizes)], 1).to(torch.bfloat16)
+    others = sizes != 0
+    # Where fewer values are not zero, the first one takes the places of the others, so that zeros stay what they are.
+    sizes, places = torch.where(others, sizes, sizes[:, :1]), torch.where(others, places, places[:, :1])
+    larger = sizes > _mean_where(others, sizes).unsqueeze(1)  # none, where a size is not finite
+    scales = torch.stack([_mean_where(others & ~larger, sizes), _mean_where(others & larger, sizes)], 1)
+    scales = scales.to(torch.bfloat16)
     first, second = places[:, ::2], places[:, 1::2]
     packed = torch.stack([first & 255, first >> 8 | (second & 15) << 4, second >> 4], 2)
     kinds = (larger | (rows.gather(1, places) < 0) << 1).view(blocks, _KINDS, 4)

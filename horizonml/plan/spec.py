@@ -109,7 +109,7 @@ class SyncSpec(Spec):
     format: LocalFormat = Field(
         "fp32",
         description="What travels: the changes of all parameters as 32-bit floats or in 4 bits, or only the largest of "
-        "them. What is left out is added to the next synchronisation.",
+        "them. What is left out travels with later synchronisations.",
     )
     learning_rate: float | None = Field(
         None,

@@ -94,7 +94,8 @@ def apply_changes(planning: Planning, problem: Problem, changes: Changes) -> Cha
         usual_watts = problem.watts[model] if added.like is not None and problem.watts else None
         watts.append(added.watts or usual_watts)
         host = next(host for host in problem.hosts if model in host.ranks)
-        hosts.append(Host((rank,), host.cores, host.memory if added.memory is None else added.memory))
+        memory = host.memory if added.memory is None else added.memory
+        hosts.append(Host((rank,), host.cores, memory, bursts=host.bursts))
         usual = f"{planning.devices[model].name}-new" if added.like is not None else "new"
         names.append(_unused(added.name or usual, names))
     origins = (*kept, *[None] * len(changes.add))

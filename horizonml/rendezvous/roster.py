@@ -348,10 +348,11 @@ class Roster:
     def _check_report(self, one: Fingerprint, beside: frozenset[int]) -> None:
         """Raise ValueError unless a rank that reports from a group may be in the one that runs, or in a first one."""
         running = [member.fingerprint for member in formed(self._members).values()]
-        newer = one.generation > self.generation
-        if running and running[0].group_key != one.group_key:
-            problem = f"but the group that runs here is of another run ({difference(running[0], one)})"
-        elif self._newest.here and running:  # and all its members are known
+        newer, meets_again = one.generation > self.generation, self._newest.ended is None
+        known = running or [member.fingerprint for member in self._of_groups()]
+        if known and known[0].group_key != one.group_key:
+            problem = f"but the group that runs here is of another run ({difference(known[0], one)})"
+        elif self._newest.here and (running or (known and meets_again)):  # and all its members are known
             problem = "which this service did not form"
         elif one.rank not in beside or len(beside) != one.group_size or one.generation > self.generation + _FURTHEST:
             problem = "whose ranks it misstates"

@@ -155,10 +155,15 @@ def test_a_standby_declares_lost_who_has_not_reported_once_most_have() -> None:
         assert sorted(one.rank for ended in roster.endings().values() for one in ended.lost) == lost
 
 
-def test_a_service_with_the_state_of_an_earlier_generation_takes_back_a_newer_group_only_where_nobody_is_left() -> None:
+def test_a_service_with_the_state_of_an_earlier_generation_takes_back_a_newer_group_only_where_no_other_one_is() -> None:
     roster = five()
     with pytest.raises(ValueError, match="which this service did not form"):
         roster.resume(10, of_five(1, generation=2), range(5), 3.0)
+    for number in range(5):
+        roster.leave(number + 1, Farewell("takes in a newcomer", Departure.AGAIN), 3.0)
+    roster.join(20, of_five(0), 3.1)
+    with pytest.raises(ValueError, match="which this service did not form"):  # the group is about to meet again
+        roster.resume(10, of_five(1, generation=2), range(5), 3.2)
     roster = five()
     alive(roster, start=0.0, end=7.0)  # all are silent, and forgotten
     assert roster.resume(10, of_five(1, generation=2), range(5), 8.0)
