@@ -11,9 +11,9 @@ as SparseLoCo (arXiv 2508.15706) sends them: of every block of 4096 values the 6
 bits, its sign, and a bit that says whether it is one of the larger or one of the smaller of them. The mean size of
 both kinds travels in 16 bits each. That is 141 times fewer bytes than float32 has. Everyone decodes the same bits.
 
-What a member has left out of its outer gradient is not lost: it takes up a part of it when training goes on, so that its
-own parameters differ from the outer ones by that, and adds the rest to its next outer gradient (error feedback; Stich
-et al., NeurIPS 2018). `Local.taken_up` says which part.
+What a member has left out of its outer gradient is not lost: it takes up a part of it when training goes on, so that
+its own parameters differ from the outer ones by that, and adds the rest to its next outer gradient (error feedback;
+Stich et al., NeurIPS 2018). `Local.taken_up` says which part.
 """
 
 from __future__ import annotations

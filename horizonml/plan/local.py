@@ -111,9 +111,9 @@ class Local:
         """Return with which part of what a sparse sum has left out a member goes on, after `step` of a run's `steps`.
 
         The rest is added to its next outer gradient. With error feedback alone (0), members would go back behind most
-        of their steps each time: on the harder set of the benchmarks, with 128 synchronisations, that cost 4 points more.
-        With all of it (1), most of what was learned last is in no parameters that all agree on: on the
-        digits, with 12, that costs 4 to 20 points. So members take up the more, the more synchronisations are to come.
+        of their steps each time: on the harder set of the benchmarks, with 128 synchronisations, that cost 4 points of
+        accuracy more. With all of it (1), most of what was learned last is in no parameters that all agree on: on the
+        digits, with 12, that cost 4 to 20 points. So members take up the more, the more synchronisations are to come.
         """
         left = max(0, steps - step) // self.every
         return left / (left + _MANY)

@@ -155,7 +155,7 @@ def test_a_standby_declares_lost_who_has_not_reported_once_most_have() -> None:
         assert sorted(one.rank for ended in roster.endings().values() for one in ended.lost) == lost
 
 
-def test_a_service_with_the_state_of_an_earlier_generation_takes_back_a_newer_group_only_where_no_other_one_is() -> None:
+def test_a_service_with_the_state_of_an_earlier_generation_takes_a_newer_group_only_if_it_has_none() -> None:
     roster = five()
     with pytest.raises(ValueError, match="which this service did not form"):
         roster.resume(10, of_five(1, generation=2), range(5), 3.0)
