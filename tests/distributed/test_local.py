@@ -208,43 +208,6 @@ def test_nothing_travels_between_replicas_until_they_synchronise(
         assert [report.traffic["members"][0] > 0 for report in reports] == [(step + 1) % 4 == 0 for step in range(12)]
 
 
-def test_formats_send_less(pool: Pool) -> None:
-    bytes_sent = {}
-    for format in ("fp32", "int4", "topk"):
-        case = Locally("wide", ((1.0,) * 4,), local=Local(4, format=format), model="wide")
-        _, reports, _ = pool.run(4, synchronise, case, 4)[0]
-        bytes_sent[format] = reports[-1].traffic["members"][0]
-    assert bytes_sent["fp32"] / bytes_sent["int4"] == pytest.approx(32 / 4.25, rel=0.01)
-    assert bytes_sent["fp32"] / bytes_sent["topk"] == pytest.approx(2 * 4 * 4096 / 116 / 4, rel=0.03)
-
-
-def settle(rank: int, world_size: int, store: Store, case: Locally, steps: int, whole: int) -> dict[str, Tensor]:
-    """Learn in two steps, and let that arrive in the others, of which a run has `whole`."""
-    model = model_of(case)
-    group = Group(store, rank, world_size, 30.0)
-    session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL, steps=whole)
-    for step in range(steps):
-        session.step(RandomBatch(step % 2), LR if step < 2 else 0.0, full=step == 20)
-    state = state_of(session)
-    session.close()
-    group.close()
-    return state
-
-
-@pytest.mark.parametrize("whole", [0, 1000])
-@pytest.mark.parametrize("more", [{}, {"fragments": 2, "delay": 1}], ids=["all at once", "late, in fragments"])
-def test_nothing_that_a_sparse_sum_leaves_out_is_lost(pool: Pool, whole: int, more: dict[str, int]) -> None:
-    local = Local(4, format="topk", **more)
-    begun, plain = (
-        pool.run(2, settle, two(replace(local, format="fp32"), optimizer=PLAIN), steps, whole)[0] for steps in (0, 60)
-    )
-    for state in pool.run(2, settle, two(local, optimizer=PLAIN), 600, whole):
-        for name in begun:
-            if name.startswith("model/"):
-                moved = distance(plain[name], begun[name])
-                assert distance(state[name], plain[name]) < 0.02 * moved, name
-
-
 def test_slow_devices_take_fewer_local_steps(pool: Pool) -> None:
     case = Locally("unequal", ((1.0, 3.0),), local=Local(8))
     slow, fast = ([report.local_steps for report in reports] for _, reports, _ in pool.run(2, synchronise, case, 8))

@@ -189,6 +189,9 @@ def test_the_largest_values_of_each_block_arrive() -> None:
         assert len(set(found[kept].abs().tolist())) == 2, "the larger and the smaller ones"
         assert block.numel() < BLOCK or float((found[kept] - block[kept]).norm()) <= 0.1 * float(block[kept].norm())
     assert torch.equal(decode(encode(torch.zeros(300)), 300), torch.zeros(300))
+    few = torch.zeros(300)
+    few[[3, 70, 250]] = torch.tensor([2.0, -0.5, 0.5])  # sizes that 16 bits hold
+    assert torch.equal(decode(encode(few), 300), few), "zeros stay zeros"
     for broken in (math.inf, math.nan):
         vector[5] = broken
         assert not bool(torch.isfinite(decode(encode(vector), vector.numel()).sum()))
