@@ -266,9 +266,10 @@ def sizes_of(soak: Soak) -> dict[str, float]:
                 found["descriptors"] += process.num_fds()
                 found["threads"] += process.num_threads()
                 found["processes"] += 1
-        # A device keeps three small files for each rank that it has been, of which there are few.
-        files = (path for path in soak.home(device).rglob("*") if not path.name.startswith("rank-"))
-        found["files"] += sum(1 for _ in files)
+        # A device keeps three small files for each rank that it has been, of which there are few, and its newest two
+        # checkpoints, which it does not have yet when the soak begins.
+        names = (path.relative_to(soak.home(device)).parts for path in soak.home(device).rglob("*"))
+        found["files"] += sum(not any(part.startswith(("rank-", "step-")) for part in parts) for parts in names)
     return dict(found)
 
 
