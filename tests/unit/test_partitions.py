@@ -280,7 +280,7 @@ DIED_ELSEWHERE: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.xfail(reason="a known fault, which is not mended yet", raises=AssertionError, strict=True)
+@pytest.mark.xfail(reason="the dead do not tell in which later group they were", raises=AssertionError, strict=True)
 def test_a_rank_whose_group_died_elsewhere_does_not_go_on_alone() -> None:
     tell(DIED_ELSEWHERE)
 
