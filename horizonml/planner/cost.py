@@ -298,8 +298,7 @@ def is_lossy(stage: Stage) -> bool:
     return len(stage.ranks) > 1 and not stage.sync.exact
 
 
-# Parts of a step: members agree as seldom as it takes for that to cost no more than the first, or else the second.
-_LITTLE, _MOST = 0.05, 0.1
+_MOST = 0.05  # of a step: members agree as seldom as it takes for that to cost no more
 _FORMATS = ("fp32", "int4")  # of outer gradients, the most precise first
 _SPARSE = "topk"  # what is tried last, and only with seldom synchronisations
 _SPARSE_RATIO = 116 / 16384  # of float32, that each member sends to each other one
@@ -400,10 +399,9 @@ def gentlest(problem: Problem, plan: Plan, computing: float) -> Local | None:
     allow none. `computing` is what a step of the plan takes without synchronisations.
     """
     found = [(outer_cost(problem, _with(plan, local), computing).seconds, local) for local in _choices(problem)]
-    for limit, sparse in ((_LITTLE, False), (_MOST, False), (_MOST, True)):
-        for seconds, local in found:
-            if seconds <= limit * computing and (local.format == _SPARSE) == sparse:
-                return local
+    for seconds, local in found:
+        if seconds <= _MOST * computing:
+            return local
     return min(found, key=lambda one: one[0])[1] if found else None
 
 
