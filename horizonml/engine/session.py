@@ -346,7 +346,7 @@ class Session(Trainer):
             micros = self._cut(batch.size)[number]
             runs[number] = StageStep(batch, micros, self.task, self.draws, self.state.step, self.staging)
             stage.begin(runs[number])
-            stage.module.train(torch.is_grad_enabled())
+            stage.set_training(torch.is_grad_enabled())
         return runs
 
     def _cut(self, size: int) -> dict[int, list[Micro]]:
@@ -446,13 +446,14 @@ class Session(Trainer):
             if all(micro.rows != 1 for micro in self._cut(size)[number]):
                 continue
             module = stage.module
+            stage.set_training(True)
             copies = {
                 name: tensor.detach().clone() for name, tensor in [*module.named_parameters(), *module.named_buffers()]
             }
             try:
                 with torch.no_grad(), self.staging.creating(), tried_out(getattr(module, "horizonml_root", module)):
                     entered = self.staging.all_to_device(stage.entry.zeros(1))
-                    torch.func.functional_call(module.train(), copies, entered)
+                    torch.func.functional_call(module, copies, entered)
             except ValueError as error:
                 return str(error)
         return None

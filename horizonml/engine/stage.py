@@ -173,6 +173,7 @@ class StageRuntime:
         self.parameters = trainable(module)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._trained = 0  # steps in this session
+        self._training: bool | None = None  # the module's mode, once it is set
         self._kinds: dict[bool, list[torch.dtype]] = {}  # of the tensors that leave, with and without gradients
         self._changing: set[str] | None = None  # the buffers that steps change, once that is known
         self._before: dict[str, Tensor] = {}  # copies of these at the start of the step
@@ -221,6 +222,12 @@ class StageRuntime:
         self._step = step
         for link in self._links:
             link.sent_bytes = link.received_bytes = 0
+
+    def set_training(self, training: bool) -> None:
+        """Put the module into training or evaluation mode, once for all the steps that follow, as usual loops do."""
+        if training != self._training:
+            self.module.train(training)
+            self._training = training
 
     def begin_training(self, measure_divergence: bool) -> None:
         """Prepare for computing gradients. Raises ModelError if another parameter is trained than at the beginning."""
@@ -443,13 +450,11 @@ class StageRuntime:
 
     def not_finite(self) -> str | None:
         """Return the name of a parameter whose gradient contains a value that is not finite, or None."""
-        found = [(name, p.grad) for name, p in self.parameters.items() if p.grad is not None and p.grad.numel()]
-        if not found:
-            return None
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         # A sum is finite only if all its terms are; it takes a millisecond, where a check of each value takes forty.
-        sums = torch.stack([gradient.sum() for _, gradient in found])
-        if bool(torch.isfinite(sums).all()):
+        if not gradients or math.isfinite(float(torch.stack([gradient.sum() for gradient in gradients]).sum())):
             return None
+        found = ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
         return next((name for name, gradient in found if not bool(torch.isfinite(gradient).all())), None)
 
     def close(self) -> None:

@@ -159,8 +159,10 @@ class AllReduce:
                     "module more than once; call torch.utils.checkpoint with use_reentrant=False"
                 )
             self._seen.add(id(parameter))
-            self._bucket_of[id(parameter)].missing -= 1
-            self._send_full()
+            bucket = self._bucket_of[id(parameter)]
+            bucket.missing -= 1
+            if not bucket.missing:
+                self._send_full()
 
     def _send_full(self, all_done: bool = False) -> None:
         """Send the buckets that are full, in their order, which is the same on all members.
@@ -174,8 +176,7 @@ class AllReduce:
 
     def _put_buffers(self, weight: float) -> None:
         if self._has_buffers:
-            parts = self._buffers.to_sum(weight, self._members.leads)
-            self._buckets[-1].tail[len(self._parameters) :].copy_(torch.cat(parts))
+            self._buckets[-1].tail[len(self._parameters) :].copy_(self._buffers.to_sum(weight, self._members.leads))
 
     def _send(self, bucket: Bucket) -> Work:
         gradients = []
@@ -230,16 +231,10 @@ class AllReduce:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 # No gradient at all, if no member has one: then the optimizer leaves the parameter alone.
                 parameter.grad = view.to(parameter.dtype) if next(present) else None
-        self._take_buffers()
+        if self._has_buffers:
+            self._buffers.take(self._buckets[-1].tail[len(self._parameters) :])
         # Where all members compute the same gradients, there is nothing to compare.
         return self._divergence(weight) if self._measure and weight > 0 and self.replicas == 1 else None
-
-    def _take_buffers(self) -> None:
-        if not self._has_buffers:
-            return
-        averaged, copied = self._buffers.float_and_other()
-        sizes = [buffer.numel() for buffer in averaged] + [buffer.nbytes for buffer in copied]
-        self._buffers.take(self._buckets[-1].tail[len(self._parameters) :].split(sizes))
 
     def _divergence(self, weight: float) -> float:
         difference = norm = 0.0

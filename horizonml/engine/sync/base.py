@@ -122,7 +122,7 @@ class SyncedBuffers:
             path, _, last = name.rpartition(".")
             if name not in still and wanted(name):
                 self._places[name] = modules[path], last, buffer.shape, buffer.dtype
-        self._agreed: dict[str, Tensor] = {}  # the values of those that are averaged, since the last sum
+        self._agreed = torch.zeros(0)  # the values of those that are averaged, one after the other, at the last sum
 
     def named(self) -> dict[str, Tensor]:
         """Return the buffers by name. Raises ModelError if one has another shape or type than it had at first."""
@@ -146,43 +146,50 @@ class SyncedBuffers:
 
     def begin(self) -> None:
         """Remember the values of the first step's beginning, which all members have alike."""
-        if not self._agreed:
-            self._agreed = {name: b.detach().clone() for name, b in self.named().items() if b.is_floating_point()}
+        if not self._agreed.numel():
+            self._agreed = _in_a_row(self.float_and_other()[0])
 
     @torch.no_grad()
-    def to_sum(self, weight: float, leads: bool) -> list[Tensor]:
+    def to_sum(self, weight: float, leads: bool) -> Tensor:
         """Return flat numbers whose sums over the members `take` is given.
 
         A buffer that can be averaged is represented by its change, times this member's part of the batch, to which the
         member that `leads` adds the value before it: so what no member changes stays as it is, bit for bit, and
         infinite values may be among it. Of all others, the bytes of that member count.
         """
-        named, found = self.named(), []
-        for name, known in self._agreed.items():
-            change = _change(named[name], known) * weight
-            found.append((_as_float(known) + change if leads else change).flatten())
-        return found + [as_bytes(b) * float(leads) for b in named.values() if not b.is_floating_point()]
+        averaged, copied = self.float_and_other()
+        found = [as_bytes(buffer) * float(leads) for buffer in copied]
+        if averaged:
+            change = _change(_in_a_row(averaged), self._agreed) * weight
+            found.insert(0, self._agreed + change if leads else change)
+        return torch.cat(found) if found else self._agreed
 
     @torch.no_grad()
-    def take(self, totals: Sequence[Tensor]) -> None:
+    def take(self, total: Tensor) -> None:
         """Set the buffers to what the sums say, in the order of `to_sum`."""
-        named, sums = self.named(), iter(totals)
-        for name, known in self._agreed.items():
-            value = next(sums).view(known.shape)
-            named[name].copy_(value)
-            known.copy_(value)
-        for buffer in named.values():
-            if not buffer.is_floating_point():
-                buffer.copy_(next(sums).to(torch.uint8).view(buffer.dtype).view_as(buffer))
+        averaged, copied = self.float_and_other()
+        every = [*averaged, *copied]
+        sizes = [buffer.numel() for buffer in averaged] + [buffer.nbytes for buffer in copied]
+        values = [_as_buffer(part, buffer) for buffer, part in zip(every, total.split(sizes), strict=True)]
+        if every:
+            torch._foreach_copy_(every, values)
+        self._agreed = _in_a_row(averaged)
 
 
-def _as_float(buffer: Tensor) -> Tensor:
-    return buffer if buffer.dtype == torch.float64 else buffer.float()
+def _in_a_row(buffers: Sequence[Tensor]) -> Tensor:
+    """Return the values of floating-point buffers as one vector, of 64-bit floats if any of them has such."""
+    wide = any(buffer.dtype == torch.float64 for buffer in buffers)
+    flat = [buffer.detach().flatten() for buffer in buffers]
+    return torch.cat(flat).to(torch.float64 if wide else torch.float32) if flat else torch.zeros(0)
 
 
-def _change(buffer: Tensor, known: Tensor) -> Tensor:
-    """Return how far a buffer is from its value at the last sum: 0 also where both are infinite, or not a number."""
-    now, before = _as_float(buffer), _as_float(known)
+def _as_buffer(numbers: Tensor, like: Tensor) -> Tensor:
+    """Return what sums say of a buffer: its values, or its bytes (see `as_bytes`)."""
+    return (numbers if like.is_floating_point() else numbers.to(torch.uint8).view(like.dtype)).view_as(like)
+
+
+def _change(now: Tensor, before: Tensor) -> Tensor:
+    """Return how far values are from those at the last sum: 0 also where both are infinite, or not a number."""
     return torch.where((now == before) | (now.isnan() & before.isnan()), 0.0, now - before)
 
 

@@ -228,10 +228,9 @@ class HorovodSync:
 
     def _sum_buffers(self, weight: float) -> None:
         """Average BatchNorm's running statistics by samples, as `AllReduce` does."""
-        parts = self._buffers.to_sum(weight, self._first)
-        if parts:
-            total = self._sum(torch.cat(parts), "buffers").wait()
-            self._buffers.take(total.split([part.numel() for part in parts]))
+        own = self._buffers.to_sum(weight, self._first)
+        if own.numel():
+            self._buffers.take(self._sum(own, "buffers").wait())
 
     def close(self) -> None:
         """See `GradientSync`."""
