@@ -200,6 +200,7 @@ class StepResult:
     load: float = 0.0  # seconds of `wait` or `compute` that went into getting the data; see `Clock`
     gradient_norm: float | None = None  # over all stages, before clipping; None if gradients are not clipped
     local_steps: int | None = None  # updates that this rank's replica made by itself; None without local steps
+    ahead: bool = False  # whether its replica took the step while another one was late with a synchronisation
     told: tuple[StepSums, ...] = ()  # what every rank has told since the step before; empty for a rank alone
 
     @property

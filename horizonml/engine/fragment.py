@@ -67,6 +67,7 @@ class WholeSum:
 
     def __init__(self, group: Group, stage: Stage, number: int, size: int) -> None:
         self._group, self._ranks, self._number = group, stage.ranks, number
+        group.among(stage.ranks, number)  # which connects members now, for one may be late with its first sum
         self.bytes_sent = 2 * (len(stage.ranks) - 1) * size // len(stage.ranks)
 
     def begin(self, vector: Tensor) -> Work:
@@ -82,6 +83,7 @@ class SparseSum:
 
     def __init__(self, group: Group, stage: Stage, number: int, values: int) -> None:
         self._group, self._ranks, self._number, self._values = group, stage.ranks, number, values
+        group.among(stage.ranks, number)
         self.sent = torch.zeros(0)  # what others get of the last vector
         self.bytes_sent = (len(stage.ranks) - 1) * encoded_bytes(values)
 
@@ -213,15 +215,20 @@ class Fragment:
             self._arrived = [torch.cat(parts)]
             self._works.append(self._buffer_sum.begin(self._arrived[0]))
 
+    def wait(self) -> None:
+        """Wait for the sum. Raises PeerLost."""
+        works, self._works = self._works, []
+        for work in works:
+            self._members.group.wait(work)
+
     @torch.no_grad()
     def finish(self, step: int) -> tuple[bool, float | None]:
         """Wait for the sum, and compute what all members go on from after `step` steps. Raises PeerLost.
 
         Return whether it is finite, and how far this member's outer gradient was from the mean, relative to that.
         """
-        for work in self._works:
-            self._members.group.wait(work)
-        self._works, divergence, finite = [], None, True
+        self.wait()
+        divergence, finite = None, True
         if self._sum is not None:
             gradient = self._vector.to(self._dtype)
             finite = bool(torch.isfinite(gradient.sum()))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -104,6 +105,9 @@ class LocalSession(Trainer):
             )
         self._fragments: list[list[Fragment]] = []  # by number, those of this rank's stages; once training begins
         self._flying: int | None = None  # the fragment whose sum is under way
+        self._due = 0  # the step after which it is applied, if no replica is late
+        self._arriving: Arriving | None = None  # waits for it, where the replicas need not
+        self._ending = False  # whether the next sum is to be a full synchronisation
         self._synced = self._base = state.step
         self._waiting: list[BatchRows] = []  # rows that are to be a part of the next local step
         self._pending = [0] * len(shares)  # how many rows wait on each replica
@@ -229,25 +233,40 @@ class LocalSession(Trainer):
         self.state.prepared, self._begun = None, True
         number, self._cpu = self.state.step, cpu_seconds()
         self._stop, self._newcomers = self._stop or stop, self._newcomers or newcomers
+        leaving, ahead = self._local.sent(number + 1), self._flying is not None and number >= self._due
+        full = full or (self._ending and leaving is not None)
         steps = self._train(batch, learning_rate, full)
         self.state.step = number + 1
         self.clock.restart()
         self._sent, self._apart, totals = 0, None, None
-        arriving, leaving = self._local.applied(number + 1), self._local.sent(number + 1)
         if not full:
             if leaving is not None:
                 self._begin_sum(leaving)
-            if arriving is not None and arriving == self._flying:
-                totals = self._agree([arriving], late=self._local.delay > 0)
-            full = totals is not None and (totals.stop or totals.newcomers) and self._has_more
+                if self._local.late:
+                    self._arriving = Arriving(self._fragments[leaving])
+            if self._flying is not None and self._is_due:
+                totals = self._agree([self._flying])
+            full = totals is not None and self._ends(totals)
+            if totals is not None and self._ending:
+                totals = replace(totals, stop=False, newcomers=False)
         if full:
             totals = self._synchronise_fully()
-        return self._merged(steps, totals)
+        return replace(self._merged(steps, totals), ahead=ahead)
 
     @property
-    def _has_more(self) -> bool:
-        """Return whether a synchronisation leaves replicas with parameters of their own."""
-        return self._local.fragments > 1 or self._local.delay > 0
+    def _is_due(self) -> bool:
+        """Return whether the sum under way is waited for: it is complete, or the replicas have gone on long enough."""
+        step, waiting = self.state.step - self._due, self._arriving
+        return step >= 0 and (waiting is None or waiting.is_over or step >= self._local.late)
+
+    def _ends(self, totals: Totals) -> bool:
+        """Return whether a full synchronisation follows one after which replicas have parameters of their own.
+
+        Replicas that need not wait for one another have come differently far, so the next sum is a full one.
+        """
+        wanted = totals.stop or totals.newcomers
+        self._ending = wanted and self._local.late > 0
+        return wanted and not self._ending and (self._local.fragments > 1 or self._local.delay > 0)
 
     def _train(self, batch: Batch, learning_rate: float, full: bool) -> list[StepResult]:
         """Take the local steps that are due with a global batch; before a `full` synchronisation, at least one."""
@@ -285,7 +304,7 @@ class LocalSession(Trainer):
         for fragment in self._fragments[number]:
             fragment.begin()
             self._sent += fragment.bytes_sent
-        self._flying = number
+        self._flying, self._due = number, self.state.step + self._local.delay
 
     def _synchronise_fully(self) -> Totals:
         """Synchronise all fragments while everyone waits, so that there is one set of parameters. Raises PeerLost.
@@ -294,21 +313,28 @@ class LocalSession(Trainer):
         the outer momentum. What arrives late is mixed with the steps taken meanwhile, as ever, so these count.
         """
         if self._flying is not None:
-            self._agree([self._flying], late=True)
+            self._agree([self._flying])
+        self._ending = False
         changed = [number for number, here in enumerate(self._fragments) if any(one.has_changed for one in here)]
         for number in changed:
             self._begin_sum(number)
-        totals = self._agree(changed, late=False)
+        totals = self._agree(changed)
         self._base = self.state.step
         return totals
 
-    def _agree(self, numbers: Sequence[int], late: bool) -> Totals:
+    def _agree(self, numbers: Sequence[int]) -> Totals:
         """Wait for the sums of some fragments, and go on from them once all ranks have them.
 
-        Raises PeerLost and Diverged.
+        They count as applied after the same step everywhere, however far a replica has gone on meanwhile. Raises
+        PeerLost and Diverged.
         """
-        fragments, step = [one for number in numbers for one in self._fragments[number]], self.state.step
+        fragments = [one for number in numbers for one in self._fragments[number]]
+        step = min(self._due, self.state.step) if self._flying is not None else self.state.step
+        late = self.state.step > self._due - self._local.delay
         self.clock.switch("transfer", "outer gradient")
+        if self._arriving is not None:
+            self._arriving.result()
+            self._arriving = None
         results = [fragment.finish(step) for fragment in fragments]
         self._flying = None
         self._apart = max((apart for _, apart in results if apart is not None), default=None)
@@ -355,7 +381,7 @@ class LocalSession(Trainer):
         )
         if totals is not None:
             self._found, self._samples = torch.zeros_like(self._found), 0
-            self._stop = self._newcomers = False
+            self._stop, self._newcomers = self._stop and self._ending, self._newcomers and self._ending
         found = merged(steps, tail)
         self._totals.tell(found, self._cpu)
         return found
@@ -402,6 +428,34 @@ class LocalSession(Trainer):
             self.state.prepared = None
         self.state.optimizer.local = False
         self._fragments, self._waiting = [], []
+
+
+class Arriving:
+    """Waits in a thread of its own until the sums of some fragments have arrived."""
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        self._fragments = fragments
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._wait, name="outer gradient", daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            for fragment in self._fragments:
+                fragment.wait()
+        except Exception as error:  # noqa: BLE001  (who asks for the result gets it)
+            self._error = error
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the sums have arrived, or never will."""
+        return not self._thread.is_alive()
+
+    def result(self) -> None:
+        """Wait for the sums. Raises PeerLost."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 @dataclass(frozen=True)

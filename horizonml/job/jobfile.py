@@ -247,7 +247,7 @@ TAKEN: dict[str, Row] = {
         text="deadline",
     ),
     "parallel.threads": Row(FieldKind.VALUE, 1024),
-    **_rows("parallel.sync.", value="every fragments delay format learning_rate momentum"),
+    **_rows("parallel.sync.", value="every fragments delay late format learning_rate momentum"),
     **_rows("parallel.stages.", value="ranks shares split sync send layers"),
     **_rows("rendezvous.", value="timeout step_timeout replace_timeout max_attempts", own="address"),
     **_rows("security.", value="encrypt port"),

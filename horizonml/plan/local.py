@@ -11,6 +11,7 @@ layers are synchronised in turn; with a delay, each travels while the next steps
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -49,6 +50,7 @@ class Local:
     format: str = "fp32"  # of outer gradients, one of LOCAL_FORMATS; all but fp32 with error feedback
     learning_rate: float = 1.0  # of the outer optimizer; see `outer_optimizer`
     momentum: float = 0.0
+    late: int = 0  # further steps for which replicas go on while another one is late with its outer gradient
 
     def problem(self) -> str | None:
         """Return what is wrong with these values, beginning with the name of a field, or None."""
@@ -61,6 +63,12 @@ class Local:
             return (
                 f"delay: {self.delay} is not from 0 to {most}; a fragment arrives before the next one is sent, which "
                 f"is {self.every // self.fragments} steps later"
+            )
+        most = self.every // self.fragments - self.delay - 1
+        if self.late and not 0 < self.late <= most:
+            return (
+                f"late: {self.late} is not from 0 to {most}; replicas wait for one that is late before the next "
+                "fragment is sent"
             )
         if self.format not in LOCAL_FORMATS:
             return f"format: {self.format!r} is unknown; there are {', '.join(LOCAL_FORMATS)}"
@@ -92,6 +100,11 @@ class Local:
         """Return the first step after `step` in which an outer update is applied, and with it all members agree."""
         steps = (step + 1 + (self._offset(f) + self.delay - step - 1) % self.every for f in range(self.fragments))
         return min(found if found > self.delay else found + self.every for found in steps)
+
+    def stops_by(self, step: int) -> int:
+        """Return the last step that a run takes in which someone wants to stop after `step` steps."""
+        first = self.next_applied(step)
+        return first if not self.late else next(n for n in itertools.count(first + 1) if self.sent(n) is not None)
 
     def _offset(self, fragment: int) -> int:
         return (fragment + 1) * self.every // self.fragments % self.every
@@ -172,10 +185,12 @@ class Local:
             str(value["format"]),
             float(value["learning_rate"]),
             float(value["momentum"]),
+            int(value.get("late", 0)),
         )
 
     def describe(self) -> str:
         """Return a description for people."""
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
         delay = f", {self.delay} steps late" if self.delay else ""
+        delay += f", up to {self.late} steps ahead of others" if self.late else ""
         return f"local steps, synchronised every {self.every} steps{parts} ({self.format}{delay})"

@@ -106,6 +106,12 @@ class SyncSpec(Spec):
         ge=0,
         description="Steps by which the update of a synchronisation is applied late, while training goes on.",
     )
+    late: int = Field(
+        0,
+        ge=0,
+        description="Further steps for which replicas go on while another one is late with its part of a "
+        "synchronisation. Then how long devices take decides on results, which are no longer the same in each run.",
+    )
     format: LocalFormat = Field(
         "fp32",
         description="What travels: the changes of all parameters as 32-bit floats or in 4 bits, or only the largest of "
@@ -135,7 +141,7 @@ class SyncSpec(Spec):
     def local(self) -> Local:
         """Return what this says of a plan."""
         optimizer = outer_optimizer(self.learning_rate, self.momentum)
-        return Local(self.every, self.fragments, self.delay, self.format, *optimizer)
+        return Local(self.every, self.fragments, self.delay, self.format, *optimizer, self.late)
 
     @property
     def names_the_optimizer(self) -> bool:

@@ -203,7 +203,7 @@ class Training:
         local = self.session.plan.local
         if local is None or self.told or not self.stop.wanted:
             return
-        self.told, last = True, min(local.next_applied(done), self.total)
+        self.told, last = True, min(local.stops_by(done), self.total)
         if last > done + 1:
             self.recorder.message(
                 f"step {done}: stopping at the next synchronisation, after step {last} at the latest; a second Ctrl-C "

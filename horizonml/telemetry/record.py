@@ -109,6 +109,7 @@ class StepRecord(_Judged):
     units: Count = 0  # in the global batch
     gradient_norm: float | None = None  # of the whole gradient before clipping; None if gradients are not clipped
     local_steps: Count | None = None  # updates that this rank's replica made by itself; None without local steps
+    ahead: bool = False  # whether its replica took the step while another one was late with a synchronisation
 
     @property
     def accuracy(self) -> float | None:
@@ -379,6 +380,11 @@ _OF_STEP = {
     "local_steps": Shown(
         "rank_0/local_steps",
         counter("local_steps", "Updates that this rank's replica made by itself, with `parallel.sync`.", False),
+        panel=_LOCAL,
+    ),
+    "ahead": Shown(
+        "rank_0/ahead",
+        counter("steps_ahead", "Steps that this rank's replica took while another was late (`parallel.sync.late`)."),
         panel=_LOCAL,
     ),
     "joules": Shown(
