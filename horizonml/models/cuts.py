@@ -310,8 +310,13 @@ def cut_points(graph: Graph) -> list[int]:
     """Return the indices `i` such that the model may be cut before operation `i`.
 
     A cut that one tensor crosses is always allowed. Pieces that are still large are cut further, before operations with
-    weights, where several tensors cross the cut.
+    weights, where several tensors cross the cut: of neighbouring ones, where they take the fewest bytes.
     """
+
+    def crossing(index: int) -> int:
+        return sum(graph.tensor(node).bytes_per_sample for node in graph.alive(index))
+
+
     possible, computed = _possible(graph), set(graph.nodes)
     points = [index for index in possible if len(graph.alive(index)) == 1 and graph.alive(index)[0] in computed]
     weights = [index for index, node in enumerate(graph.nodes) if graph.weighs(node)]
@@ -320,7 +325,7 @@ def cut_points(graph: Graph) -> list[int]:
         if len(inside) >= _FEWEST_WEIGHTS and len(inside) * _LARGE > len(weights):
             inside = sorted(set(possible).intersection(inside))
             step = -(-len(inside) // _MOST_PIECES)
-            points += inside[::step] if step else []
+            points += [min(inside[at : at + step], key=crossing) for at in range(0, len(inside), step or 1)]
     return sorted(set(points))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -46,6 +47,24 @@ class Block(nn.Module):
         return hidden + added
 
 
+class Bottleneck(nn.Module):
+    """Lets few numbers for each position through, so that little travels where a model is cut within it.
+
+    What is known of a position without them, its token, is added from a table of its own. That most of what travels
+    can be had from the tokens is an idea of Protocol Models (Ramasinghe et al., arXiv 2506.01260).
+    """
+
+    def __init__(self, vocabulary: int, width: int, numbers: int) -> None:
+        super().__init__()
+        self.narrow, self.widen = nn.Linear(width, numbers, bias=False), nn.Linear(numbers, width, bias=False)
+        self.tokens = nn.Embedding(vocabulary, width)
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Take and return `[batch, positions, width]`; `tokens` are `[batch, positions]`."""
+        widened: Tensor = self.widen(self.narrow(hidden)) + self.tokens(tokens.long())
+        return widened
+
+
 class GPT(nn.Module):
     """Predicts the next token at every position: `[batch, positions]` becomes `[batch, positions, vocabulary]`."""
 
@@ -58,20 +77,28 @@ class GPT(nn.Module):
         width: int = 128,
         dropout: float = 0.0,
         tied: bool = True,
+        bottleneck: int = 0,
     ) -> None:
         """Build the model; with `tied`, the output layer uses the weights of the embedding.
 
+        With a `bottleneck`, only so many numbers for each position go from a block to the next (see `Bottleneck`).
         Raises ValueError if the options do not fit together.
         """
         super().__init__()
         if min(layers, heads, width) < 1:
             raise ValueError(f"layers ({layers}), heads ({heads}) and width ({width}) have to be at least 1")
+        if not 0 <= bottleneck < width:
+            raise ValueError(f"a bottleneck of {bottleneck} is not from 0 (none) to {width - 1}, less than the width")
         if width % heads:
             raise ValueError(f"a width of {width} cannot be divided among {heads} heads; make it a multiple of heads")
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.empty(context, width))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList([Block(width, heads, dropout) for _ in range(layers)])
+        self.bottlenecks = nn.ModuleList(
+            [Bottleneck(vocabulary, width, bottleneck) for _ in range(layers - 1)] if bottleneck else []
+        )
+        self.small = torch.uint8 if vocabulary <= 256 else torch.int32  # for tokens that travel on
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self._initialise(layers)
@@ -85,13 +112,18 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith((".attention.out", ".down"))
                 nn.init.normal_(module.weight, std=_STD / math.sqrt(2 * layers) if residual else _STD)
+            if isinstance(module, Bottleneck):
+                nn.init.orthogonal_(module.narrow.weight)
+                with torch.no_grad():
+                    module.widen.weight.copy_(module.narrow.weight.t())
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the token that follows each position; texts may be shorter than the context."""
-        hidden = self.dropout(self.tokens(tokens) + self.positions[: tokens.shape[1]])
-        for block in self.blocks:
-            hidden = block(hidden)
+        hidden = self.blocks[0](self.dropout(self.tokens(tokens) + self.positions[: tokens.shape[1]]))
+        known = tokens.to(self.small)
+        for block, bottleneck in itertools.zip_longest(self.blocks[1:], self.bottlenecks):
+            hidden = block(hidden if bottleneck is None else bottleneck(hidden, known))
         logits: Tensor = self.head(self.norm(hidden))
         return logits
