@@ -273,8 +273,14 @@ class Session(Trainer):
                 stage.sync.arm(0.0, ())  # at once, so that the others' sums do not wait for those of a follower
         actions = self._with_rows(self.plan.actions(self.group.rank, self._micro_batches(batch)), runs)
         run_passes([action for action in actions if action.micro >= 0], self.stages, self.clock)
+        for stage in self._summed(actions):
+            stage.sync.send_rest(stage.weight)
         self.staging.drain()
         return actions, runs
+
+    def _summed(self, actions: Sequence[Action]) -> list[StageRuntime]:
+        """Return the stages whose gradients are summed, in that order."""
+        return [self.stages[action.stage] for action in actions if action.kind is Kind.REDUCE]
 
     def _reduce(self, actions: Sequence[Action], others: bool = True) -> list[float | None]:
         """Complete the sums of gradients; return how far each stage's gradients were apart, where that is measured.
@@ -282,8 +288,7 @@ class Session(Trainer):
         `others` says whether the other ranks take this step, too. Raises ModelError if the model's own code has changed
         one of several copies of a parameter.
         """
-        reduced = [self.stages[action.stage] for action in actions if action.kind is Kind.REDUCE]
-        divergences = [stage.sync.finish(stage.weight) for stage in reduced]
+        divergences = [stage.sync.finish(stage.weight) for stage in self._summed(actions)]
         if others and self.following is None:  # a rank that follows does not hold the others' parameters yet
             for _, stage in sorted(self.stages.items()):
                 stage.refuse_unequal()

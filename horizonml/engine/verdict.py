@@ -243,9 +243,9 @@ class GradientCheck:
         """Return what all ranks agree on. Raises PeerLost."""
         if self._round is None:
             summed = [stage for stage in self._stages.values() if len(stage.stage.ranks) > 1 or self._tied]
-            return Verdict(all(stage.not_finite() is None for stage in summed))
+            return Verdict(all(stage.not_finite(not self._tied) is None for stage in summed))
         if self._clip_norm is None:
-            own = float(any(stage.not_finite() is not None for stage in self._stages.values()))
+            own = float(any(stage.not_finite(not self._tied) is not None for stage in self._stages.values()))
         else:
             own = sum(map(self._square, self._stages.values()))
         self._clock.switch("wait", "others")

@@ -316,7 +316,6 @@ def cut_points(graph: Graph) -> list[int]:
     def crossing(index: int) -> int:
         return sum(graph.tensor(node).bytes_per_sample for node in graph.alive(index))
 
-
     possible, computed = _possible(graph), set(graph.nodes)
     points = [index for index in possible if len(graph.alive(index)) == 1 and graph.alive(index)[0] in computed]
     weights = [index for index, node in enumerate(graph.nodes) if graph.weighs(node)]

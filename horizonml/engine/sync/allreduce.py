@@ -18,6 +18,7 @@ is lost would leave NCCL waiting forever, so the process waits with a deadline o
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -71,6 +72,8 @@ class Bucket:
 class AllReduce:
     """Sums gradients as 32-bit floats over two or more members."""
 
+    sums_in_place = True
+
     def __init__(self, module: nn.Module, members: Members, split: Mapping[str, TensorSplit] | None = None) -> None:
         """Join the sums of a stage. Raises PeerLost.
 
@@ -95,7 +98,7 @@ class AllReduce:
         self._tree = self._make_tree(total)
         count = len(members.ranks)
         self._bytes = total * self._tree.messages if self._tree else 2 * (count - 1) * total // count
-        self.bytes_sent = 0
+        self.bytes_sent, self.are_finite = 0, False
         if self._tree is None:
             # Connect while all members are here. A member without samples would begin its first sum only after the loss
             # has been exchanged, and the others would wait for its connection before they exchange the loss.
@@ -134,7 +137,7 @@ class AllReduce:
         self._measure, self._works, self._present, self._armed = measure_divergence, [], [], False
         self._seen = set()
         self._buffers.begin()
-        self.bytes_sent = self._bytes
+        self.bytes_sent, self.are_finite = self._bytes, False
         for bucket in self._buckets:
             bucket.missing, bucket.own = len(bucket.parameters), None
         if self._tree is not None:
@@ -178,8 +181,19 @@ class AllReduce:
         if self._has_buffers:
             self._buckets[-1].tail[len(self._parameters) :].copy_(self._buffers.to_sum(weight, self._members.leads))
 
+    def _lone(self, bucket: Bucket) -> Tensor | None:
+        """Return the only gradient of a bucket if it can be summed where it lies, which saves copying large ones."""
+        parameter, gradient = bucket.parameters[0], bucket.parameters[0].grad
+        if len(bucket.parameters) > 1 or bucket.extra or self._tree is not None or gradient is None:
+            return None
+        alike = gradient.dtype == bucket.flat.dtype and gradient.stride() == parameter.stride()
+        return gradient if alike else None
+
     def _send(self, bucket: Bucket) -> Work:
         gradients = []
+        lone = self._lone(bucket) if bucket.parameters and self.sums_in_place else None
+        if lone is not None:
+            bucket.flat, bucket.views = lone.as_strided((lone.numel(),), (1,)), [lone]
         self._present += [parameter.grad is not None for parameter in bucket.parameters]
         if bucket is self._buckets[-1]:
             present = torch.tensor(self._present, dtype=bucket.flat.dtype)
@@ -190,7 +204,7 @@ class AllReduce:
                 gradients.append(view)
             else:
                 gradients.append(parameter.grad)
-        if gradients:
+        if gradients and lone is None:
             torch._foreach_copy_(bucket.views, gradients)
         if self.replicas > 1:
             bucket.flat[: bucket.flat.numel() - bucket.extra].mul_(self._weight)
@@ -207,14 +221,19 @@ class AllReduce:
     def _all_reduce(self, flat: Tensor) -> Work:
         return self._group.all_reduce(flat, self._members.ranks, self._members.number)
 
-    def finish(self, weight: float) -> float | None:
+    def send_rest(self, weight: float) -> None:
         """See `GradientSync`."""
         if not self._armed:  # no samples here, so no backward pass either
             self.arm(weight)
         for bucket in self._buckets:
             bucket.missing = 0
-        self._put_buffers(weight)
-        self._send_full(all_done=True)
+        if len(self._works) < len(self._buckets):
+            self._put_buffers(weight)
+            self._send_full(all_done=True)
+
+    def finish(self, weight: float) -> float | None:
+        """See `GradientSync`."""
+        self.send_rest(weight)
         self._armed = False
         self._staging.drain()
         own = self._staging.to_host(self._buckets[0].flat) if self._tree is not None else None
@@ -223,14 +242,19 @@ class AllReduce:
             total = self._tree.sum(own)
             if total is not self._buckets[0].flat:
                 self._buckets[0].flat.copy_(self._staging.to_device(total))
-        for work in self._works:
+        seen = 0.0
+        for bucket, work in zip(self._buckets, self._works, strict=True):
             self._group.wait(work)
+            # It is in the processor's cache now, and later ones may still be on their way.
+            seen += float(bucket.flat[: bucket.flat.numel() - bucket.extra].sum())
+        self.are_finite = math.isfinite(seen)
         self._clock.switch("compute", "update")
         present = iter(self._buckets[-1].tail[: len(self._parameters)].tolist())
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 # No gradient at all, if no member has one: then the optimizer leaves the parameter alone.
-                parameter.grad = view.to(parameter.dtype) if next(present) else None
+                summed = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
+                parameter.grad = summed if next(present) else None
         if self._has_buffers:
             self._buffers.take(self._buckets[-1].tail[len(self._parameters) :])
         # Where all members compute the same gradients, there is nothing to compare.

@@ -47,7 +47,7 @@ class Members:
 class GradientSync(Protocol):
     """Synchronises gradients in one way.
 
-    In each step, `begin` is called first, then `arm` before the last backward pass, then `finish`.
+    In each step, `begin` is called first, then `arm` before the last backward pass, `send_rest` after it, and `finish`.
 
     The constructor takes the stage's module and its `Members`; all members construct theirs together. It registers the
     hooks that it needs and may change the module (as tensor parallelism does).
@@ -57,6 +57,8 @@ class GradientSync(Protocol):
     """The number of members that work on the same samples."""
     bytes_sent: int
     """The bytes that this member sends in the step under way; it receives as many."""
+    are_finite: bool
+    """Whether the sums of the step under way have been seen to be finite, each as soon as it was there."""
     parts: Mapping[str, TensorSplit]
     """The parameters and buffers of which this member holds only a part."""
 
@@ -69,6 +71,9 @@ class GradientSync(Protocol):
         `weight` is this member's part of the batch. Buffers may still change: by hooks, and by a forward that is
         repeated in the backward pass.
         """
+
+    def send_rest(self, weight: float) -> None:
+        """Begin to send what the last backward pass has left, buffers included, while the ranks agree on the step."""
 
     def finish(self, weight: float) -> float | None:
         """Replace the gradients by their sums over all members, and synchronise running statistics. Raises PeerLost.
@@ -87,12 +92,16 @@ class Alone:
 
     replicas: int = 1
     bytes_sent: int = 0
+    are_finite: bool = False
     parts: Mapping[str, TensorSplit] = field(default_factory=dict)
 
     def begin(self, measure_divergence: bool) -> None:
         """Do nothing."""
 
     def arm(self, weight: float, pending: Collection[Tensor] | None = None) -> None:
+        """Do nothing."""
+
+    def send_rest(self, weight: float) -> None:
         """Do nothing."""
 
     def finish(self, weight: float) -> float | None:
@@ -158,21 +167,25 @@ class SyncedBuffers:
         infinite values may be among it. Of all others, the bytes of that member count.
         """
         averaged, copied = self.float_and_other()
-        found = [as_bytes(buffer) * float(leads) for buffer in copied]
+        found = []
         if averaged:
             change = _change(_in_a_row(averaged), self._agreed) * weight
-            found.insert(0, self._agreed + change if leads else change)
+            found.append(self._agreed + change if leads else change)
+        if copied:
+            found.append(torch.cat([as_bytes(buffer) for buffer in copied]).float() * float(leads))
         return torch.cat(found) if found else self._agreed
 
     @torch.no_grad()
     def take(self, total: Tensor) -> None:
         """Set the buffers to what the sums say, in the order of `to_sum`."""
         averaged, copied = self.float_and_other()
-        every = [*averaged, *copied]
-        sizes = [buffer.numel() for buffer in averaged] + [buffer.nbytes for buffer in copied]
-        values = [_as_buffer(part, buffer) for buffer, part in zip(every, total.split(sizes), strict=True)]
-        if every:
-            torch._foreach_copy_(every, values)
+        size = sum(buffer.numel() for buffer in averaged)
+        values = total[:size].split([buffer.numel() for buffer in averaged])
+        copies = total[size:].to(torch.uint8).split([buffer.nbytes for buffer in copied])
+        for buffer, value in zip(averaged, values, strict=True):
+            buffer.copy_(value.view(buffer.shape))
+        for buffer, value in zip(copied, copies, strict=True):
+            buffer.copy_(value.view(buffer.dtype).view(buffer.shape))
         self._agreed = _in_a_row(averaged)
 
 
@@ -181,11 +194,6 @@ def _in_a_row(buffers: Sequence[Tensor]) -> Tensor:
     wide = any(buffer.dtype == torch.float64 for buffer in buffers)
     flat = [buffer.detach().flatten() for buffer in buffers]
     return torch.cat(flat).to(torch.float64 if wide else torch.float32) if flat else torch.zeros(0)
-
-
-def _as_buffer(numbers: Tensor, like: Tensor) -> Tensor:
-    """Return what sums say of a buffer: its values, or its bytes (see `as_bytes`)."""
-    return (numbers if like.is_floating_point() else numbers.to(torch.uint8).view(like.dtype)).view_as(like)
 
 
 def _change(now: Tensor, before: Tensor) -> Tensor:
@@ -221,5 +229,5 @@ def projections(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def as_bytes(buffer: Tensor) -> Tensor:
-    """Return a buffer's bytes as numbers, which sums with zeros leave as they are: larger numbers would be rounded."""
-    return buffer.detach().contiguous().flatten().view(torch.uint8).float()
+    """Return a buffer's bytes, which sums with zeros leave as they are: larger numbers would be rounded."""
+    return buffer.detach().contiguous().flatten().view(torch.uint8)

@@ -139,6 +139,7 @@ class HorovodSync:
     """Sums gradients over all ranks of a plan with one stage; Horovod must be installed."""
 
     replicas = 1
+    are_finite = False
 
     def __init__(self, module: nn.Module, members: Members) -> None:
         """Connect Horovod's ranks. Raises PeerLost, or JobError if Horovod's launcher numbers them differently."""
@@ -196,6 +197,9 @@ class HorovodSync:
         except (RuntimeError, ValueError) as error:
             raise _lost(error) from error
         return _Sum(self._hvd, self._group, handle, context)
+
+    def send_rest(self, weight: float) -> None:
+        """Do nothing: what is left is sent at the end."""
 
     def finish(self, weight: float) -> float | None:
         """See `GradientSync`."""
