@@ -112,12 +112,13 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith((".attention.out", ".down"))
                 nn.init.normal_(module.weight, std=_STD / math.sqrt(2 * layers) if residual else _STD)
-            if isinstance(module, Bottleneck):
-                nn.init.orthogonal_(module.narrow.weight)
-                with torch.no_grad():
-                    module.widen.weight.copy_(module.narrow.weight.t())
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+        for module in self.bottlenecks:  # which project what enters them at first
+            assert isinstance(module, Bottleneck)
+            nn.init.orthogonal_(module.narrow.weight)
+            module.widen.weight.data.copy_(module.narrow.weight.t())
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the token that follows each position; texts may be shorter than the context."""

@@ -184,6 +184,7 @@ class Capacity:
     machine: str  # a value that all containers of a machine share
     machine_cores: float
     device: str  # the label of the accelerator that the rank computes on, or nothing
+    emulated: bool = False  # whether it computes as a device with fewer cores would
 
     @classmethod
     def here(cls, group: Group, taken: float) -> Capacity:
@@ -193,7 +194,7 @@ class Capacity:
         there = compute.memory()
         if there is not None:
             own = min(own, there) if compute.shared else there
-        return cls(available_cores(), own, *shared_machine(), compute.label)
+        return cls(available_cores(), own, *shared_machine(), compute.label, is_emulated())
 
 
 def find_hosts(group: Group, capacities: Sequence[Capacity]) -> list[Host]:
@@ -213,7 +214,7 @@ def find_hosts(group: Group, capacities: Sequence[Capacity]) -> list[Host]:
             continue
         shared = sum(other == first.machine for other in machines.values()) > 1
         place = (first.machine, first.machine_cores) if shared else ("", 0.0)
-        hosts.append(Host(ranks, first.cores, first.memory, *place, bursts=not is_emulated()))
+        hosts.append(Host(ranks, first.cores, first.memory, *place, bursts=not first.emulated))
     return hosts
 
 

@@ -172,6 +172,7 @@ def image(name: str) -> Family:
 
 
 GPT = language("gpt", layers=3, heads=2, width=16)  # the first and the last layer share a parameter
+NARROW = language("gpt", layers=3, heads=2, width=16, bottleneck=4)
 GPT2 = language("transformers:GPT2LMHeadModel", n_layer=3, n_head=2, n_embd=16, **_NO_DROPOUT)
 _BERT = {
     "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24,
@@ -184,6 +185,7 @@ HYBRID = ((3.0, 1.0), (1.0, 2.0))
 FAMILIES: list[tuple[Family, Case]] = [
     (GPT, Case("gpt, interleaved", (ONE, ONE), 4, "interleaved")),
     (GPT, Case("gpt, adamw", (ONE, TWO), 2, optimizer=Adam(name="adamw", weight_decay=0.1))),
+    (NARROW, Case("gpt with bottlenecks, hybrid", (ONE, (1.0, 2.0), ONE), 3)),
     (GPT2, Case("gpt2, hybrid", (ONE, (1.0, 2.0)), 3)),
     (GPT2, Case("gpt2, zb-h1", (ONE, ONE), 4, "zb-h1")),
     (BERT, Case("bert, pipeline 3", (ONE, ONE, ONE), 5)),

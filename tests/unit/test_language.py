@@ -65,6 +65,16 @@ def test_a_gpt_is_cut_at_every_block_and_computes_what_it_computed() -> None:
     assert untie(GPT(WORDS, LENGTH, layers=1, heads=2, width=16, tied=False)) == ()
 
 
+def test_a_gpt_with_bottlenecks_is_cut_within_them() -> None:
+    torch.manual_seed(0)
+    original = GPT(WORDS, LENGTH, layers=3, heads=2, width=16, bottleneck=4)
+    untie(original)
+    chain, _ = cut(original, TOKENS)
+    crossing = [{(spec.shape, spec.dtype) for spec in boundary.tensors} for boundary in chain.boundaries[1:]]
+    assert crossing.count({((LENGTH,), torch.uint8), ((LENGTH, 4), torch.float32)}) == 2
+    compare_with_model(original, chain, (tokens(),))
+
+
 def test_a_gpt_predicts_from_what_comes_before_and_takes_shorter_texts() -> None:
     torch.manual_seed(0)
     model = GPT(WORDS, LENGTH, layers=2, heads=2, width=16).eval()
@@ -89,7 +99,7 @@ def test_a_gpt_begins_by_knowing_nothing() -> None:
 
 
 def test_options_and_inputs_that_do_not_fit_a_gpt_are_refused() -> None:
-    for options in ({"heads": 3}, {"layers": 0}, {"depth": 2}):
+    for options in ({"heads": 3}, {"layers": 0}, {"depth": 2}, {"bottleneck": 128}, {"bottleneck": -1}):
         with pytest.raises(ModelError, match="model gpt cannot be built with options"):
             build(ModelSpec(name="gpt", options=options), 0, LOGITS, TOKENS)
     with pytest.raises(ModelError, match=r"gpt takes sequences of tokens.*\[1, 8, 8\]"):
