@@ -50,13 +50,15 @@ class Block(nn.Module):
 class Bottleneck(nn.Module):
     """Lets few numbers for each position through, so that little travels where a model is cut within it.
 
-    What is known of a position without them, its token, is added from a table of its own. That most of what travels
-    can be had from the tokens is an idea of Protocol Models (Ramasinghe et al., arXiv 2506.01260).
+    What enters is projected onto a fixed subspace, which is the same at all bottlenecks of a model; what is known of a
+    position without that, its token, is added from a table. Both are the idea of Protocol Models (Ramasinghe et al.,
+    arXiv 2506.01260). Projections that are trained learn far more slowly.
     """
 
     def __init__(self, vocabulary: int, width: int, numbers: int) -> None:
         super().__init__()
-        self.narrow, self.widen = nn.Linear(width, numbers, bias=False), nn.Linear(numbers, width, bias=False)
+        self.narrow = nn.Linear(width, numbers, bias=False).requires_grad_(False)
+        self.widen = nn.Linear(numbers, width, bias=False).requires_grad_(False)
         self.tokens = nn.Embedding(vocabulary, width)
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -115,10 +117,12 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-        for module in self.bottlenecks:  # which project what enters them at first
+        basis: Tensor | None = None
+        for module in self.bottlenecks:
             assert isinstance(module, Bottleneck)
-            nn.init.orthogonal_(module.narrow.weight)
-            module.widen.weight.data.copy_(module.narrow.weight.t())
+            basis = nn.init.orthogonal_(module.narrow.weight) if basis is None else basis
+            module.narrow.weight.data.copy_(basis)
+            module.widen.weight.data.copy_(basis.t())
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the token that follows each position; texts may be shorter than the context."""
