@@ -54,6 +54,7 @@ def jobs() -> dict[str, Job]:
     text = """
     name: gpt
     batch_size: 16
+    epochs: 1
     model: {name: gpt, options: {layers: 6, heads: 6, width: 372}}
     data: {name: text, tokens: characters, length: 64, stride: 4, holdout: 0.05}
     optimizer: {name: adamw, lr: 1e-3}
