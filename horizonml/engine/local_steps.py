@@ -185,6 +185,7 @@ class LocalSession(Trainer):
         summed = own.sums
         return replace(
             own,
+            done=own.pending if len(summed) == len(own.rows) else own.done,
             rows=tuple(0.0 if number in summed else rows for number, rows in enumerate(own.rows)),
             tensors=tuple(every[n] if n in summed else tensors for n, tensors in enumerate(own.tensors)),
             found=torch.zeros_like(own.found),
@@ -255,9 +256,14 @@ class LocalSession(Trainer):
 
     @property
     def _is_due(self) -> bool:
-        """Return whether the sum under way is waited for: it is complete, or the replicas have gone on long enough."""
+        """Return whether the sum under way is waited for: it is complete, or the replicas have gone on long enough.
+
+        The ranks of a replica decide together, because the next step needs all of them.
+        """
         step, waiting = self.state.step - self._due, self._arriving
-        return step >= 0 and (waiting is None or waiting.is_over or step >= self._local.late)
+        if step < 0 or waiting is None or step >= self._local.late:
+            return step >= 0
+        return all(self._inner.group.gather_json(waiting.is_over, boolean))
 
     def _ends(self, totals: Totals) -> bool:
         """Return whether a full synchronisation follows one after which replicas have parameters of their own.

@@ -38,6 +38,7 @@ CASES = [
     Case("single, 3 micro-batches, normed", (ONE,), 3, model="normed"),
     Case("ddp 5, 1f1b, plain", (FIVE,)),
     Case("ddp 2, shares 3:1, normed", ((3.0, 1.0),), 2, model="normed"),
+    Case("ddp 2, buffers of several types", (TWO,), model="masked"),
     Case("ddp 2, a member without rows in the smaller batches", ((50.0, 1.0),), 2),
     Case("ddp 2, tied in one stage", (TWO,), model=TIED),
     Case("ddp 2, nesterov", (TWO,), 2, optimizer=Sgd(nesterov=True)),

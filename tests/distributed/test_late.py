@@ -57,6 +57,9 @@ def ahead(
     return agreed, state, reports
 
 
+PIPELINES = Locally("two pipelines", ((1.0, 1.0), (1.0, 1.0)), 2, local=Local(8, late=4), optimizer=PLAIN)
+
+
 @pytest.mark.parametrize(
     ("local", "until"),
     [
@@ -75,6 +78,13 @@ def test_replicas_go_on_while_another_one_is_late_within_a_bound(pool: Pool, loc
     for other, final, _ in found[1:]:
         assert all(torch.equal(value, agreed[name]) for name, value in other.items())
         assert all(torch.equal(value, state[name]) for name, value in final.items() if name.startswith("model/"))
+
+
+def test_replicas_of_several_ranks_go_on_together(pool: Pool) -> None:
+    first, *others = pool.run(4, ahead, PIPELINES, 11)
+    assert [report.ahead for report in first[2][SENT:]].count(True) >= 3
+    for _, _, reports in others:
+        assert reports[-1].totals == first[2][-1].totals
 
 
 def test_a_late_update_joins_with_the_weight_of_its_samples(pool: Pool) -> None:

@@ -72,8 +72,6 @@ class Bucket:
 class AllReduce:
     """Sums gradients as 32-bit floats over two or more members."""
 
-    sums_in_place = True
-
     def __init__(self, module: nn.Module, members: Members, split: Mapping[str, TensorSplit] | None = None) -> None:
         """Join the sums of a stage. Raises PeerLost.
 
@@ -181,19 +179,8 @@ class AllReduce:
         if self._has_buffers:
             self._buckets[-1].tail[len(self._parameters) :].copy_(self._buffers.to_sum(weight, self._members.leads))
 
-    def _lone(self, bucket: Bucket) -> Tensor | None:
-        """Return the only gradient of a bucket if it can be summed where it lies, which saves copying large ones."""
-        parameter, gradient = bucket.parameters[0], bucket.parameters[0].grad
-        if len(bucket.parameters) > 1 or bucket.extra or self._tree is not None or gradient is None:
-            return None
-        alike = gradient.dtype == bucket.flat.dtype and gradient.stride() == parameter.stride()
-        return gradient if alike else None
-
     def _send(self, bucket: Bucket) -> Work:
         gradients = []
-        lone = self._lone(bucket) if bucket.parameters and self.sums_in_place else None
-        if lone is not None:
-            bucket.flat, bucket.views = lone.as_strided((lone.numel(),), (1,)), [lone]
         self._present += [parameter.grad is not None for parameter in bucket.parameters]
         if bucket is self._buckets[-1]:
             present = torch.tensor(self._present, dtype=bucket.flat.dtype)
@@ -204,7 +191,7 @@ class AllReduce:
                 gradients.append(view)
             else:
                 gradients.append(parameter.grad)
-        if gradients and lone is None:
+        if gradients:
             torch._foreach_copy_(bucket.views, gradients)
         if self.replicas > 1:
             bucket.flat[: bucket.flat.numel() - bucket.extra].mul_(self._weight)
@@ -247,7 +234,9 @@ class AllReduce:
             self._group.wait(work)
             # It is in the processor's cache now, and later ones may still be on their way.
             seen += float(bucket.flat[: bucket.flat.numel() - bucket.extra].sum())
-        self.are_finite = math.isfinite(seen)
+        # Members that split channels sum only some gradients, and smaller numbers may overflow on their way back.
+        alike = all(view.dtype == p.dtype for b in self._buckets for p, view in zip(b.parameters, b.views, strict=True))
+        self.are_finite = math.isfinite(seen) and alike and not self.parts
         self._clock.switch("compute", "update")
         present = iter(self._buckets[-1].tail[: len(self._parameters)].tolist())
         for bucket in self._buckets:

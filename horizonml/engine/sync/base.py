@@ -185,15 +185,15 @@ class SyncedBuffers:
         for buffer, value in zip(averaged, values, strict=True):
             buffer.copy_(value.view(buffer.shape))
         for buffer, value in zip(copied, copies, strict=True):
-            buffer.copy_(value.view(buffer.dtype).view(buffer.shape))
+            buffer.copy_(value.clone().view(buffer.dtype).view(buffer.shape))  # a view would have to be aligned
         self._agreed = _in_a_row(averaged)
 
 
 def _in_a_row(buffers: Sequence[Tensor]) -> Tensor:
     """Return the values of floating-point buffers as one vector, of 64-bit floats if any of them has such."""
     wide = any(buffer.dtype == torch.float64 for buffer in buffers)
-    flat = [buffer.detach().flatten() for buffer in buffers]
-    return torch.cat(flat).to(torch.float64 if wide else torch.float32) if flat else torch.zeros(0)
+    flat = [buffer.detach().flatten().to(torch.float64 if wide else torch.float32) for buffer in buffers]
+    return torch.cat(flat) if flat else torch.zeros(0)
 
 
 def _change(now: Tensor, before: Tensor) -> Tensor:

@@ -40,8 +40,6 @@ WHOLE_STEPS = 10  # uncompressed steps before PowerSGD begins
 class Compressed(AllReduce, ABC):
     """Sums a compressed form of the gradients. Buffers are never compressed and have a message of their own."""
 
-    sums_in_place = False
-
     def _make_buckets(self, extra: int) -> list[Bucket]:
         buckets = super()._make_buckets(0)
         return [*buckets, Bucket([], extra, self._device)] if extra else buckets
