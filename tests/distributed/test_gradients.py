@@ -110,7 +110,7 @@ def _labels(batch: RandomBatch) -> Tensor:
 def expect_parameters_of_one_process(pool: Pool, case: Case) -> list[End]:
     """Without BatchNorm, every plan must give the gradients of whole batches."""
     whole = replace(case, members=(ONE,), sync=Sync.ALL_REDUCE, micro_batches=1, schedule="1f1b", turns=1)
-    by_member = case.model == "normed" and case.sync is Sync.ALL_REDUCE  # what each member sees differs
+    by_member = case.model in ("normed", "masked") and case.sync is Sync.ALL_REDUCE  # what each member sees differs
     expected, losses, norms = reference(case if by_member else whole)
     judged = [*((loss, None) for loss in losses), evaluated(case, expected)]
     tolerance = 1e-4 if isinstance(case.optimizer, Adam) and norms else 1e-5
