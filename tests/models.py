@@ -70,7 +70,7 @@ class Masked(nn.Identity):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("mask", torch.tensor([1, 0, 1], dtype=torch.uint8))
 
 
 def masked(num_classes: int = 10) -> nn.Sequential:
