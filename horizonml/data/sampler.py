@@ -35,7 +35,7 @@ _spare: list[Any] = []  # generators of numpy that are not in use
 def python_seeded(seed: int) -> Iterator[Callable[[], bool]]:
     """Let Python and numpy draw random numbers from `seed` on, and leave their generators as they were.
 
-    What it yields tells whether a number has been drawn from either.
+    What it yields tells whether a number has been drawn from either; it may be asked once, at the end.
     """
     numpy = sys.modules.get("numpy")
     kept, generator, own = random.getstate(), None, None
@@ -45,19 +45,24 @@ def python_seeded(seed: int) -> Iterator[Callable[[], bool]]:
         own = _spare.pop() if _spare else numpy.random.MT19937(0)
         numpy.random.set_bit_generator(own)
         numpy.random.seed(seed % 2**32)
-    first, place = random.getstate(), _place(own)
+
+    def has_drawn() -> bool:
+        """Return whether the next numbers are not the first ones; comparing whole states takes much longer."""
+        if random.getrandbits(64) != random.Random(seed).getrandbits(64):
+            return True
+        if numpy is None or own is None:
+            return False
+        following = own.random_raw()
+        numpy.random.seed(seed % 2**32)
+        return bool(own.random_raw() != following)
+
     try:
-        yield lambda: random.getstate() != first or _place(own) != place
+        yield has_drawn
     finally:
         random.setstate(kept)
         if numpy is not None:
             numpy.random.set_bit_generator(generator)
             _spare.append(own)
-
-
-def _place(generator: Any) -> int:
-    """Return where a generator of numpy is among the numbers that it has prepared."""
-    return 0 if generator is None else int(generator.state["state"]["pos"])
 
 
 def python_state() -> tuple[Any, bytes]:

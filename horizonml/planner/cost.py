@@ -143,6 +143,7 @@ class Ring:
             return
         self._slowest = slowest_link(problem, ranks)
         self._work, self._waiting = 0.0, 1.0  # seconds of a processor per byte; how often one works for one link
+        self._taken: dict[int, float] = {}  # of the passes' own time, by rank
         members = set(ranks)
         for host in problem.hosts:
             here = [rank for rank in host.ranks if rank in members]
@@ -153,6 +154,7 @@ class Ring:
                     far = sum(problem.apart(rank, ranks[(place + step) % count]) for step in (-1, 1))
                     work += far / 2 * problem.profiles[rank].crossing_seconds_per_byte
                 self._work = max(self._work, work * host.oversubscription)
+                self._taken[rank] = 0.0 if host.cores > len(host.ranks) else work * problem.oversubscription[rank]
             if len(here) > 1:
                 self._waiting = max(self._waiting, host.oversubscription)
 
@@ -161,7 +163,15 @@ class Ring:
         if self._count == 1:
             return 0.0
         ring = ring_seconds(self._count, size, self._slowest)
-        return max(ring * self._waiting, 4 * (self._count - 1) / self._count * size * self._work)
+        return max(ring * self._waiting, self._moved(size) * self._work)
+
+    def taken(self, rank: int, size: float) -> float:
+        """Return the seconds by which the sum of `size` bytes delays a rank's passes: all if no core is left for it."""
+        return self._moved(size) * self._taken[rank] if self._count > 1 else 0.0
+
+    def _moved(self, size: float) -> float:
+        """Return the bytes that a member sends and receives for the sum of `size` bytes."""
+        return 4 * (self._count - 1) / self._count * size
 
 
 def coding_seconds(problem: Problem, sync: Sync, ranks: Sequence[int], size: float) -> float:
@@ -186,6 +196,7 @@ class LastBackward:
 def reduced_at(problem: Problem, stage: Stage, last: Sequence[LastBackward], free: float) -> float:
     """Return when the gradients of a stage are summed: bucket by bucket, each once all members have its gradients.
 
+    Sums run beside the last backward pass. Where they have no core for themselves, that takes so much longer.
     `last[i]` is the last backward pass of the stage's i-th member; before `free` the members are busy with another sum.
     """
     profile, span = problem.profiles[stage.ranks[0]], range(stage.start, stage.stop)
@@ -194,7 +205,7 @@ def reduced_at(problem: Problem, stage: Stage, last: Sequence[LastBackward], fre
         return done
     # How far through its last backward pass a member is when a layer's gradients are ready; the same for all members.
     times = [profile.layers[layer].backward[-1] for layer in span]
-    total, at, ring = max(sum(times), 1e-12), free, Ring(problem, stage.ranks)
+    total, at, summed, ring = max(sum(times), 1e-12), free, 0.0, Ring(problem, stage.ranks)
     limit = BUCKET_BYTES if stage.sync.sums_in_buckets else float("inf")
     for bucket in in_buckets([profile.layers[layer].trained for layer in span], limit):
         if not any(profile.layers[span[index]].trained for index in bucket):
@@ -203,9 +214,10 @@ def reduced_at(problem: Problem, stage: Stage, last: Sequence[LastBackward], fre
         ready = max(one.begin + part * (one.end - one.begin) for one in last)
         size = sum(synced_bytes(problem, stage.sync, span[index], span[index] + 1) for index in bucket)
         whole = sum(profile.layers[span[index]].trained for index in bucket)
+        summed += size
         at = max(at, ready) + ring.seconds(size)
         at += coding_seconds(problem, stage.sync, stage.ranks, whole)
-    return max(at, done)
+    return max(at, *(one.end + ring.taken(rank, summed) for rank, one in zip(stage.ranks, last, strict=True)))
 
 
 def trained_bytes(profile: Profile, stage: Stage) -> int:

@@ -229,7 +229,21 @@ class Problem:
     @functools.cached_property
     def oversubscription(self) -> dict[int, float]:
         """Return the factor by which each rank computes longer because others compute on its host or machine, too."""
-        return {rank: host.oversubscription * host.crowded for host in self.hosts for rank in host.ranks}
+        return {
+            rank: host.oversubscription * host.crowded * host.cores / left
+            for host, left in zip(self.hosts, self.cores, strict=True)
+            for rank in host.ranks
+        }
+
+    @functools.cached_property
+    def cores(self) -> list[float]:
+        """Return the cores of each host that are left for training; of a quota, waiting takes a part."""
+        return [
+            max(host.cores / 2, host.cores - sum(self.profiles[rank].waiting_cores for rank in host.ranks))
+            if host.cores < 1
+            else host.cores
+            for host in self.hosts
+        ]
 
     @functools.cached_property
     def host_of(self) -> dict[int, int]:

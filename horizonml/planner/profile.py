@@ -91,6 +91,8 @@ class Profile:
     """The processor's seconds for each byte of a message."""
     crossing_seconds_per_byte: _Seconds = 0.0
     """The seconds of a core for each byte to or from another machine beyond those: its tunnel encrypts and carries."""
+    waiting_cores: _Seconds = 0.0
+    """The part of a core that a rank uses whatever it does; only what has less than a core loses much by it."""
     least_rows: _Bytes = 1
     """The fewest samples to train on: 2 if a layer cannot train on one, as BatchNorm with one value per channel."""
     execution: Execution = PLAIN

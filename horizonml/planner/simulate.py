@@ -160,7 +160,7 @@ class _Simulation:
         self.spans: list[WorkSpan] = []
         self.messages: list[Transfer] = []
         self._problem, self._plan, self._tasks = problem, plan, tasks
-        self._cores = cores_of(problem.hosts, allowances)
+        self._cores = cores_of(problem.hosts, problem.cores, allowances)
         self._machines = {cores.machine.number: cores.machine for cores in self._cores}
         self._changed: dict[int, Machine] = {}  # machines on which a rank has begun or ended since the last event
         self._host_of = {rank: self._cores[number] for number, host in enumerate(problem.hosts) for rank in host.ranks}
@@ -457,17 +457,20 @@ class Machine:
         self.now = now
 
 
-def cores_of(hosts: Sequence[Host], allowances: Sequence[float]) -> list[Cores]:
-    """Return the hosts at the beginning of a step; hosts that name the same machine share its cores."""
+def cores_of(hosts: Sequence[Host], left: Sequence[float], allowances: Sequence[float]) -> list[Cores]:
+    """Return the hosts at the beginning of a step; hosts that name the same machine share its cores.
+
+    `left[h]` are the cores of host h that training may use.
+    """
     machines: dict[str, Machine] = {}
     made = []
-    for number, (host, allowance) in enumerate(zip(hosts, allowances, strict=True)):
+    for number, (host, cores, allowance) in enumerate(zip(hosts, left, allowances, strict=True)):
         if host.machine:
             machine = machines.setdefault(host.machine, Machine(number, max(1.0, host.machine_cores), host.contention))
         else:
             dedicated = len(host.ranks) == 1 and host.cores >= 1
             machine = Machine(number, max(1.0, host.cores), host.contention, dedicated)
-        made.append(Cores(host.cores, machine, steady=not host.bursts))
+        made.append(Cores(cores, machine, steady=not host.bursts))
         if host.cores < 1:
             made[-1].accrue(allowance)
         machine.hosts.append(made[-1])

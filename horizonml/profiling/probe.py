@@ -39,6 +39,7 @@ _SLOW_SECONDS, _VERY_SLOW_SECONDS = 5e-3, 5e-2
 _SLOWEST_SECONDS = 0.5  # what takes longer is looked at once: no other program holds up a message for so long
 _MOST_LOOKS = 3
 _PAUSE_SECONDS = 0.12  # between two looks: longer than the period of a quota
+_WAIT_SECONDS = 1.0  # in which everything happens that a process does now and then
 MOST_PROBED = 16  # up to this number of ranks, every pair is probed
 
 
@@ -54,16 +55,17 @@ def tournament(players: int) -> list[list[tuple[int, int]]]:
 
 
 @dataclass(frozen=True)
-class MessageCost:
-    """Holds the processor time that messages take on a device, in seconds."""
+class ProcessCost:
+    """Holds what a rank's process takes of a processor besides the layers, in seconds."""
 
-    message: float = 0.0  # each
-    byte: float = 0.0  # each
-    crossing: float = 0.0  # each byte to or from another machine, beyond that: for encryption, and to be carried
+    message: float = 0.0  # for each message
+    byte: float = 0.0  # for each byte of one
+    crossing: float = 0.0  # for each byte to or from another machine, beyond that: for encryption, and to be carried
+    waiting: float = 0.0  # for each second, whatever it does: for heartbeats, metrics and the like
 
 
-def probe_pairs(group: Group) -> tuple[Network, list[MessageCost]]:
-    """Return the latency and bandwidth between every two ranks, and what messages cost each rank's processor.
+def probe_pairs(group: Group) -> tuple[Network, list[ProcessCost]]:
+    """Return the latency and bandwidth between every two ranks, and what their processes take besides the layers.
 
     Pairs are probed in rounds in which no rank takes part twice.
     """
@@ -78,10 +80,10 @@ def probe_pairs(group: Group) -> tuple[Network, list[MessageCost]]:
         group.barrier()  # separates the rounds
     message = small.seconds / max(1, small.messages)
     byte = max(0.0, large.seconds - large.messages * message) / max(1, large.moved)
-    own = [message, byte, _crossing(before, _carried(group))]
+    own = [message, byte, _crossing(before, _carried(group)), _waiting()]
     everyone = group.gather_json(
         [[[peer, *link] for peer, link in found.items()], *own],
-        fields(items(fields(whole(0, group.world_size - 1), number, number)), number, number, number),
+        fields(items(fields(whole(0, group.world_size - 1), number, number)), number, number, number, number),
     )
     pairs_ = {
         (rank, peer): (latency, bandwidth)
@@ -89,11 +91,20 @@ def probe_pairs(group: Group) -> tuple[Network, list[MessageCost]]:
         for peer, latency, bandwidth in links
     }
     latency, bandwidth = max(link[0] for link in pairs_.values()), min(link[1] for link in pairs_.values())
-    costs = [MessageCost(a, b, c) for _, a, b, c in everyone]
+    costs = [ProcessCost(*own) for _, *own in everyone]
     return Network(latency, bandwidth, pairs=pairs_), [
         replace(cost, crossing=max(one.crossing for one, host in zip(costs, group.hosts, strict=True) if host == own))
         for cost, own in zip(costs, group.hosts, strict=True)
     ]
+
+
+def _waiting() -> float:
+    """Return the part of a core that this process uses while it waits, or 0 where that is little of what it may use."""
+    if not has_quota():
+        return 0.0
+    used, begin = process_time(), perf_counter()
+    sleep(_WAIT_SECONDS)
+    return (process_time() - used) / (perf_counter() - begin)
 
 
 def _carried(group: Group) -> tuple[float, int]:

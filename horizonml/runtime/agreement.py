@@ -34,7 +34,7 @@ from horizonml.profiling.execution import gain_here
 from horizonml.profiling.measure import cached_profile, kept_profile
 from horizonml.profiling.probe import (
     MOST_PROBED,
-    MessageCost,
+    ProcessCost,
     measure_contention,
     probe_network,
     probe_pairs,
@@ -185,7 +185,7 @@ def _measure(
     One rank on every machine measures its device, or rank 0 measures for all. All ranks must call this.
     """
     every = measures_every_device(job.parallel)
-    costs = [MessageCost()] * group.world_size
+    costs = [ProcessCost()] * group.world_size
     if every and group.world_size <= MOST_PROBED:
         network, costs = probe_pairs(group)
     else:
@@ -223,6 +223,7 @@ def _measure(
             # What an accelerator copies, its profile says.
             transfer_seconds_per_byte=cost.byte + known[first[rank]].transfer_seconds_per_byte,
             crossing_seconds_per_byte=cost.crossing,
+            waiting_cores=cost.waiting,
         )
         for rank, cost in enumerate(costs)
     ]

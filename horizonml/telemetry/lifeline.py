@@ -145,12 +145,15 @@ class Lifeline:
             now = self._trace
             if now is None or written is None:
                 return
-            left = min(left, memory_left(self._root))
-            now = replace(now, peak=max(now.peak, peak_rss_bytes()), left=min(now.left, left))
-            due = time.monotonic() - when >= _WRITE_SECONDS
-            if (due and now != written) or now.peak > _GROWN * written.peak:
+            now = replace(now, peak=max(now.peak, peak_rss_bytes()))
+            due, grown = time.monotonic() - when >= _WRITE_SECONDS, now.peak > _GROWN * written.peak
+            if not due and not grown:
+                continue
+            left = min(left, memory_left(self._root))  # which reads several files, so that it costs most here
+            now, when = replace(now, left=min(now.left, left)), time.monotonic()
+            if now != written:
                 self._write(now)
-                written, when = now, time.monotonic()
+                written = now
 
     def _write(self, trace: Trace) -> None:
         """Replace the file. It is not made durable, which would cost a slow card much: see `explain_last`."""
