@@ -73,3 +73,6 @@ def _root(
     if version:
         print(f"horizonml {__version__}")
         raise typer.Exit
+
+
+tree = typer.main.get_command(app)  # of all commands, made once for all processes that are forked from this one

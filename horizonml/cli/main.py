@@ -22,6 +22,6 @@ def main() -> NoReturn:
 
 
 def _command() -> None:
-    from horizonml.cli.app import app
+    from horizonml.cli.app import tree
 
-    app()
+    tree()

@@ -153,6 +153,10 @@ def train(
     from horizonml.machine.network import metrics_address
     from horizonml.rendezvous.identity import identify
 
+    if (workers or 1) > 1 and not join and identify(os.environ, workers) is None:
+        from horizonml.runtime.forkserver import ForkServer
+
+        ForkServer.start_ahead()
     job = load_job(job_file, overrides, workers)
     if plan_file is not None:
         from horizonml.job.jobfile import read_plan

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import gc
 import hmac
 import importlib
 import json
@@ -28,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +37,7 @@ from typing import IO, Any, NoReturn, TextIO
 
 from horizonml.machine.code import python_module
 from horizonml.machine.signals import LAUNCHER
-from horizonml.runtime.process import run_and_exit
+from horizonml.runtime.process import loading, run_and_exit
 
 SERVER = "HORIZONML_FORKSERVER"  # the address of a server, for processes whose children it forks
 # What a rank needs. Names, because this room must not know the command line.
@@ -54,6 +54,7 @@ _ROOM = "HORIZONML_ROOM"  # makes room in the server's environment for those of 
 _SECRET, _LENGTH = 32, 8  # bytes of the secret, and of a request's length, with which it begins
 _FIRST = 100  # received descriptors are moved here, out of the way of the numbers that they get
 _REQUEST_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1  # see prctl(2)
 
 
 class ForkServer:
@@ -65,6 +66,7 @@ class ForkServer:
         # asks has to know a secret, which is in no list and on no command line.
         name, secret = f"horizonml-{secrets.token_hex(8)}", secrets.token_hex(_SECRET // 2)
         self.address = f"{name}:{secret}"
+        self._errors: IO[bytes] | None = None  # the file that they go to, of a server that was started ahead
         self._lifeline, theirs = socket.socketpair()
         with socket.socket(socket.AF_UNIX) as listener, theirs:
             listener.bind(f"\0{name}")  # a name without a file, so that nothing is left behind
@@ -100,6 +102,26 @@ class ForkServer:
         self.process.wait()
         return True
 
+    @staticmethod
+    def start_ahead() -> None:
+        """Start a server whose modules are loaded while this process still finds out what it is to do."""
+        if can_fork() and not os.environ.get(SERVER):
+            errors = tempfile.TemporaryFile()  # noqa: SIM115  (it is open as long as the server is there)
+            _ahead.append(ForkServer({"OMP_NUM_THREADS": "1", **os.environ}, errors))
+            _ahead[-1]._errors = errors
+
+    @staticmethod
+    def started_ahead() -> ForkServer | None:
+        """Return the server that was started ahead, if there is one that nobody uses."""
+        return _ahead.pop() if _ahead else None
+
+    def repeat(self, output: IO[bytes]) -> None:
+        """Write to `output` what a server that was started ahead has said."""
+        if self._errors is not None:
+            self._errors.seek(0)
+            output.write(self._errors.read())
+            output.flush()
+
     def close(self) -> None:
         """End the server; processes that it has started go on, but can no longer be waited for."""
         self._lifeline.close()
@@ -108,6 +130,9 @@ class ForkServer:
         except subprocess.TimeoutExpired:  # it is still loading
             self.process.kill()
             self.process.wait()
+
+
+_ahead: list[ForkServer] = []
 
 
 def can_fork() -> bool:
@@ -369,10 +394,10 @@ def main() -> None:
     """Serve on inherited sockets, with the modules named by the other arguments loaded."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job ignores, and its children would
     listener, lifeline = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    for name in sys.argv[3:]:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # or the first collection in a child would write to all that it shares
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # who has started it may end before all is loaded
+    with loading():  # nor does the first collection in a child write to all that it shares
+        for name in sys.argv[3:]:
+            importlib.import_module(name)
     # A child is told of Ctrl-C when it runs its command: Python swallows exceptions in what it does right after a fork.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     serve(listener, lifeline)

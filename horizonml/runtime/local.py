@@ -179,12 +179,14 @@ class LocalRun:
         logs = [self._log(f"rank-{rank}") for rank in range(self._world_size)]
         # One rank by itself would only wait for a second process.
         if self._world_size > 1 and can_fork() and not env.get(SERVER):
-            self._forks = self._used.enter_context(ForkServer({**env, ENDING: str(endings / "0")}, logs[0].file))
+            forks = ForkServer.started_ahead() or ForkServer({**env, ENDING: str(endings / "0")}, logs[0].file)
+            self._forks = self._used.enter_context(forks)
             while not self._forks.loaded():
                 if self._stop.wanted:
                     print("stopped as asked, before the training began", flush=True)
                     return
             if self._forks.process.poll() is not None:
+                self._forks.repeat(logs[0].file)
                 raise RankFailed(_Rank(0, self._forks.process, logs[0], endings / "0").error())
         for rank, log in enumerate(logs):
             ending = endings / f"{rank}"

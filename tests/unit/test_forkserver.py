@@ -124,6 +124,37 @@ def test_a_server_ends_with_who_started_it_and_says_why_it_cannot_load(tmp_path:
     assert "no_such_module" in (tmp_path / "log").read_text()
 
 
+def test_a_server_that_was_started_ahead_is_used_once_and_says_why_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SERVER, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "typer.py").write_text("raise ImportError('not this one')")
+    ForkServer.start_ahead()
+    own = ForkServer.started_ahead()
+    assert own is not None
+    assert ForkServer.started_ahead() is None
+    with own, (tmp_path / "log").open("wb") as log:
+        while not own.loaded():
+            pass
+        assert own.process.wait(10) != 0
+        own.repeat(log)
+    assert "not this one" in (tmp_path / "log").read_text()
+
+
+def test_nobody_goes_on_loading_for_who_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "from horizonml.runtime.forkserver import ForkServer, _ahead; ForkServer.start_ahead(); "
+        "print(_ahead[0].process.pid)"
+    )
+    monkeypatch.delenv(SERVER, raising=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(int(done.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_who_does_not_know_the_secret_gets_no_process(server: ForkServer) -> None:
     name, _, secret = server.address.partition(":")
     for wrong in (f"{name}:", f"{name}:{'0' * len(secret)}", name):

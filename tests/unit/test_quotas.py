@@ -18,7 +18,8 @@ def test_containers_that_share_cores_do_not_alternate_without_end() -> None:
     for seed in range(400):
         rng = random.Random(seed)
         hosts = [Host((rank,), CORES, 1e12, machine="one", machine_cores=2.0) for rank in range(RANKS)]
-        cores = cores_of(hosts, [host.cores for host in hosts], [rng.choice([0.0, rng.uniform(0, 0.03)]) for _ in hosts])
+        allowances = [rng.choice([0.0, rng.uniform(0, 0.03)]) for _ in hosts]
+        cores = cores_of(hosts, [host.cores for host in hosts], allowances)
         machine = cores[0].machine
         works = [rng.uniform(0.005, 0.3) for _ in hosts]
         for rank, work in enumerate(works):
