@@ -154,9 +154,9 @@ def train(
     from horizonml.rendezvous.identity import identify
 
     if (workers or 1) > 1 and not join and identify(os.environ, workers) is None:
-        from horizonml.runtime.forkserver import ForkServer
+        from horizonml.runtime.forkserver import start_ahead
 
-        ForkServer.start_ahead()
+        start_ahead()
     job = load_job(job_file, overrides, workers)
     if plan_file is not None:
         from horizonml.job.jobfile import read_plan

@@ -66,7 +66,7 @@ class ForkServer:
         # asks has to know a secret, which is in no list and on no command line.
         name, secret = f"horizonml-{secrets.token_hex(8)}", secrets.token_hex(_SECRET // 2)
         self.address = f"{name}:{secret}"
-        self._errors: IO[bytes] | None = None  # the file that they go to, of a server that was started ahead
+        self.errors: IO[bytes] | None = None  # the file that they go to, of a server that was started ahead
         self._lifeline, theirs = socket.socketpair()
         with socket.socket(socket.AF_UNIX) as listener, theirs:
             listener.bind(f"\0{name}")  # a name without a file, so that nothing is left behind
@@ -102,29 +102,18 @@ class ForkServer:
         self.process.wait()
         return True
 
-    @staticmethod
-    def start_ahead() -> None:
-        """Start a server whose modules are loaded while this process still finds out what it is to do."""
-        if can_fork() and not os.environ.get(SERVER):
-            errors = tempfile.TemporaryFile()  # noqa: SIM115  (it is open as long as the server is there)
-            _ahead.append(ForkServer({"OMP_NUM_THREADS": "1", **os.environ}, errors))
-            _ahead[-1]._errors = errors
-
-    @staticmethod
-    def started_ahead() -> ForkServer | None:
-        """Return the server that was started ahead, if there is one that nobody uses."""
-        return _ahead.pop() if _ahead else None
-
     def repeat(self, output: IO[bytes]) -> None:
         """Write to `output` what a server that was started ahead has said."""
-        if self._errors is not None:
-            self._errors.seek(0)
-            output.write(self._errors.read())
+        if self.errors is not None:
+            self.errors.seek(0)
+            output.write(self.errors.read())
             output.flush()
 
     def close(self) -> None:
         """End the server; processes that it has started go on, but can no longer be waited for."""
         self._lifeline.close()
+        if self.errors is not None:
+            self.errors.close()
         try:
             self.process.wait(2.0)
         except subprocess.TimeoutExpired:  # it is still loading
@@ -133,6 +122,19 @@ class ForkServer:
 
 
 _ahead: list[ForkServer] = []
+
+
+def start_ahead() -> None:
+    """Start a server whose modules are loaded while this process still finds out what it is to do."""
+    if can_fork() and not os.environ.get(SERVER):
+        errors = tempfile.TemporaryFile()  # noqa: SIM115  (the server closes it)
+        _ahead.append(ForkServer({"OMP_NUM_THREADS": "1", **os.environ}, errors))
+        _ahead[-1].errors = errors
+
+
+def started_ahead() -> ForkServer | None:
+    """Return the server that was started ahead, if there is one that nobody uses."""
+    return _ahead.pop() if _ahead else None
 
 
 def can_fork() -> bool:

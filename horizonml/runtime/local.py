@@ -29,7 +29,7 @@ from horizonml.machine.emulation import emulated_devices, of_rank, too_many
 from horizonml.machine.network import listen
 from horizonml.machine.signals import LAUNCHER, StopRequest, handling, launcher_name
 from horizonml.runtime.command import STOP_SECONDS
-from horizonml.runtime.forkserver import SERVER, ForkServer, can_fork, start
+from horizonml.runtime.forkserver import SERVER, ForkServer, can_fork, start, started_ahead
 from horizonml.runtime.process import ENDING, how_ended, why_it_failed
 from horizonml.security.token import INSECURE, TOKEN, make_token
 from horizonml.text import escaped, plain_lines
@@ -179,7 +179,7 @@ class LocalRun:
         logs = [self._log(f"rank-{rank}") for rank in range(self._world_size)]
         # One rank by itself would only wait for a second process.
         if self._world_size > 1 and can_fork() and not env.get(SERVER):
-            forks = ForkServer.started_ahead() or ForkServer({**env, ENDING: str(endings / "0")}, logs[0].file)
+            forks = started_ahead() or ForkServer({**env, ENDING: str(endings / "0")}, logs[0].file)
             self._forks = self._used.enter_context(forks)
             while not self._forks.loaded():
                 if self._stop.wanted:

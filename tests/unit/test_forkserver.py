@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from horizonml.runtime.forkserver import SERVER, Forked, ForkServer, start
+from horizonml.runtime.forkserver import SERVER, Forked, ForkServer, start, start_ahead, started_ahead
 
 VERSION = [sys.executable, "-P", "-m", "horizonml", "--version"]
 SERVICE = [sys.executable, "-m", "horizonml", "rendezvous", "--port", "0"]
@@ -130,10 +130,10 @@ def test_a_server_that_was_started_ahead_is_used_once_and_says_why_it_ended(
     monkeypatch.delenv(SERVER, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "typer.py").write_text("raise ImportError('not this one')")
-    ForkServer.start_ahead()
-    own = ForkServer.started_ahead()
+    start_ahead()
+    own = started_ahead()
     assert own is not None
-    assert ForkServer.started_ahead() is None
+    assert started_ahead() is None
     with own, (tmp_path / "log").open("wb") as log:
         while not own.loaded():
             pass
@@ -144,7 +144,7 @@ def test_a_server_that_was_started_ahead_is_used_once_and_says_why_it_ended(
 
 def test_nobody_goes_on_loading_for_who_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
-        "from horizonml.runtime.forkserver import ForkServer, _ahead; ForkServer.start_ahead(); "
+        "from horizonml.runtime.forkserver import _ahead, start_ahead; start_ahead(); "
         "print(_ahead[0].process.pid)"
     )
     monkeypatch.delenv(SERVER, raising=False)
