@@ -143,10 +143,7 @@ def test_a_server_that_was_started_ahead_is_used_once_and_says_why_it_ended(
 
 
 def test_nobody_goes_on_loading_for_who_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (
-        "from horizonml.runtime.forkserver import _ahead, start_ahead; start_ahead(); "
-        "print(_ahead[0].process.pid)"
-    )
+    code = "from horizonml.runtime.forkserver import _ahead, start_ahead; start_ahead(); print(_ahead[0].process.pid)"
     monkeypatch.delenv(SERVER, raising=False)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     deadline = time.monotonic() + 30
