@@ -193,6 +193,11 @@ class Host:
     bursts: bool = True  # whether, with less than a core, it may use a whole one for a moment, as under a quota
 
     @property
+    def has_quota(self) -> bool:
+        """Return whether it may use a whole core, but only for a part of the time."""
+        return self.cores < 1 and self.bursts
+
+    @property
     def oversubscription(self) -> float:
         """Return the factor, at least 1, by which a rank computes longer while all ranks of the host compute."""
         return max(1.0, len(self.ranks) / self.cores)

@@ -39,7 +39,7 @@ _SLOW_SECONDS, _VERY_SLOW_SECONDS = 5e-3, 5e-2
 _SLOWEST_SECONDS = 0.5  # what takes longer is looked at once: no other program holds up a message for so long
 _MOST_LOOKS = 3
 _PAUSE_SECONDS = 0.12  # between two looks: longer than the period of a quota
-_WAIT_SECONDS = 1.0  # in which everything happens that a process does now and then
+_WAIT_SECONDS = 0.5  # in which a process does most of what it does now and then
 MOST_PROBED = 16  # up to this number of ranks, every pair is probed
 
 
@@ -70,7 +70,8 @@ def probe_pairs(group: Group) -> tuple[Network, list[ProcessCost]]:
     Pairs are probed in rounds in which no rank takes part twice.
     """
     found: dict[int, tuple[float, float]] = {}
-    before = _carried(group)
+    waiting, tunnel = _waiting(group)
+    begin, before = perf_counter(), _carried(group)
     small, large = _Usage(), _Usage()
     for pairs in tournament(group.world_size):
         for pair in pairs:
@@ -80,7 +81,9 @@ def probe_pairs(group: Group) -> tuple[Network, list[ProcessCost]]:
         group.barrier()  # separates the rounds
     message = small.seconds / max(1, small.messages)
     byte = max(0.0, large.seconds - large.messages * message) / max(1, large.moved)
-    own = [message, byte, _crossing(before, _carried(group)), _waiting()]
+    passed, after = perf_counter() - begin, _carried(group)
+    crossing = _crossing(after[0] - before[0] - tunnel * passed, after[1] - before[1])
+    own = [message, byte, crossing, waiting + tunnel if has_quota() else 0.0]
     everyone = group.gather_json(
         [[[peer, *link] for peer, link in found.items()], *own],
         fields(items(fields(whole(0, group.world_size - 1), number, number)), number, number, number, number),
@@ -98,13 +101,14 @@ def probe_pairs(group: Group) -> tuple[Network, list[ProcessCost]]:
     ]
 
 
-def _waiting() -> float:
-    """Return the part of a core that this process uses while it waits, or 0 where that is little of what it may use."""
-    if not has_quota():
-        return 0.0
-    used, begin = process_time(), perf_counter()
+def _waiting(group: Group) -> tuple[float, float]:
+    """Return which parts of a core this process and its tunnel use while they wait, or 0 where that hardly matters."""
+    if not has_quota() and group.links is None:
+        return 0.0, 0.0
+    used, begin, before = process_time(), perf_counter(), _carried(group)[0]
     sleep(_WAIT_SECONDS)
-    return (process_time() - used) / (perf_counter() - begin)
+    passed = perf_counter() - begin
+    return (process_time() - used) / passed, (_carried(group)[0] - before) / passed
 
 
 def _carried(group: Group) -> tuple[float, int]:
@@ -115,13 +119,12 @@ def _carried(group: Group) -> tuple[float, int]:
     return usage.seconds, usage.sent + usage.received
 
 
-def _crossing(before: tuple[float, int], after: tuple[float, int]) -> float:
+def _crossing(seconds: float, moved: int) -> float:
     """Return the processor's seconds for each byte that a tunnel has carried, 0 if it has carried too few to tell.
 
     One rank's tunnel may carry what comes to all ranks of its machine.
     """
-    moved = after[1] - before[1]
-    return max(0.0, after[0] - before[0]) / moved if moved >= _PROBE_BYTES else 0.0
+    return max(0.0, seconds) / moved if moved >= _PROBE_BYTES else 0.0
 
 
 def probe_network(group: Group) -> Network:
