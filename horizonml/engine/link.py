@@ -4,7 +4,7 @@ Members of the two stages may hold different parts of a micro-batch; each pair e
 hold. Receives are posted ahead of need and sends do not block, so bytes move while the rank computes.
 
 A message is announced by a header of four bytes that its sender sends just before it. Time until the header arrives is
-`wait`, because the sender was not ready; time after that is `transfer`. A message below `SMALL` bytes arrives in one
+`wait`, because the sender was not ready; time after that is `transfer`. A message below `HEADED` bytes arrives in one
 piece and has no header, so the time spent on it is `wait`.
 
 The plan sets the format of each boundary: unchanged, 16 bits, 8 bits or 4 bits. Every sample is encoded by itself and
@@ -33,8 +33,8 @@ from horizonml.engine.clock import Clock
 from horizonml.engine.staging import Staging
 from horizonml.models.boundary import Boundary, Values
 from horizonml.plan.plan import FORMATS, MOST_MICRO_BATCHES, Route
+from horizonml.plan.syncs import HEADED
 
-SMALL = 64 << 10
 _SENDS_UNDER_WAY = 4
 
 
@@ -82,7 +82,7 @@ class Link:
         return self._first + 4 * micro + header
 
     def _has_header(self, route: Route) -> bool:
-        large = (route.stop - route.start) * self._codec.bytes_per_sample >= SMALL
+        large = (route.stop - route.start) * self._codec.bytes_per_sample >= HEADED
         return large and route.peer != self._rank
 
     def _bytes(self, encoded: Tensor, routes: list[Route]) -> int:

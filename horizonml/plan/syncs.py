@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
 
+HEADED = 64 << 10  # bytes of a message between stages from which on a header announces it
 BUCKET_BYTES = 5 << 20  # larger ones leave more to be sent after the backward pass: 25 MB cost a tenth of a step
 POWERSGD_RANK = 4  # columns of the matrices that approximate a gradient
 POWERSGD_WORTH = 2  # PowerSGD is used for a parameter only if it sends this many times fewer numbers

@@ -1,6 +1,4 @@
-"""Describes what is to change about a run's devices and links, and the devices and links after the change.
-
-Reads what is to change about a run's devices and links.
+"""Reads what is to change about a run's devices and links, and describes the devices and links after the change.
 
 What is asked may come from a browser: every text is bounded and checked, and errors name the parameter.
 

@@ -14,8 +14,9 @@ Read it from above: `choose` checks what is possible; `with_objective` looks for
   So plans without the slowest machines are tried as well, and plans with fewer ranks on each machine, whose ranks may
   share its cores. In the end, a single rank always competes: where it is faster than all of them, it trains alone.
 - Three kinds of plans compete: an exact one; one whose links and sums carry fewer bits; and one whose members take
-  local steps. The exact one is taken unless another is clearly faster. In the chosen plan, everything is then made more
-  precise wherever that costs next to nothing.
+  local steps. The exact one is taken unless another is clearly faster. Of the two others, local steps are taken unless
+  fewer bits are clearly faster: devices that do not wait for one another keep to what was predicted far better. In the
+  chosen plan, everything is then made more precise wherever that costs next to nothing.
 """
 
 from __future__ import annotations
@@ -374,7 +375,7 @@ def best_plan(problem: Problem, evaluator: Evaluator | None = None) -> Candidate
         best = _with_fewer_bits(evaluator, exact.plan)
     else:
         best = search(problem, evaluator=evaluator)
-    if local is not None and _saves(local, best):
+    if local is not None and not _saves(best, local):
         best = local
     if exact is None:
         exact = search(exactly, evaluator=Evaluator(exactly, evaluator.deadline))

@@ -21,6 +21,7 @@ from horizonml.plan.schedules import Action, most_bytes_held
 from horizonml.plan.syncs import (
     BUCKET_BYTES,
     FORMATS,
+    HEADED,
     TREE_BYTES,
     TREE_BYTES_ON_ONE_HOST,
     Sync,
@@ -84,8 +85,10 @@ def message_work(profile: Profile, size: float, send: str, messages: int, crossi
 
     `crossing` of these bytes go to other machines, or come from them.
     """
-    coding = size * profile.codec_seconds_per_byte.get(send, 0.0)
+    coding = size * profile.codec_seconds_per_byte.get(send, 0.0) + profile.codec_seconds_per_message.get(send, 0.0)
     carried = size * profile.transfer_seconds_per_byte + crossing * profile.crossing_seconds_per_byte
+    if messages and size / messages * FORMATS[send].ratio >= HEADED:
+        messages *= 2  # each has a header
     return messages * profile.message_seconds + coding + FORMATS[send].ratio * carried
 
 

@@ -1,8 +1,6 @@
-"""Defines the profile of a device: the time and memory that each layer takes at several micro-batch sizes.
+"""Defines what the planner knows of devices: profiles, machines, and the network between ranks.
 
-This module is plain data; `profiling.measure` makes profiles.
-
-Describes the machines and the network between ranks, as the planner sees them.
+A profile is the time and memory that each layer takes at several micro-batch sizes; `profiling.measure` makes profiles.
 """
 
 from __future__ import annotations
@@ -85,6 +83,8 @@ class Profile:
     layers: tuple[LayerProfile, ...]
     codec_seconds_per_byte: dict[str, _Seconds] = field(default_factory=dict)
     """The seconds to encode or decode a byte of float32 for a link, by format."""
+    codec_seconds_per_message: dict[str, _Seconds] = field(default_factory=dict)
+    """Those to encode or decode a message for a link, however short it is, by format."""
     message_seconds: _Seconds = 0.0
     """The processor's seconds to send or receive a message; 0 if no link was measured."""
     transfer_seconds_per_byte: _Seconds = 0.0
@@ -123,6 +123,7 @@ class Profile:
             transfer_seconds_per_byte=self.transfer_seconds_per_byte * factor,
             crossing_seconds_per_byte=self.crossing_seconds_per_byte * factor,
             codec_seconds_per_byte={name: time * factor for name, time in self.codec_seconds_per_byte.items()},
+            codec_seconds_per_message={name: time * factor for name, time in self.codec_seconds_per_message.items()},
         )
 
     def to_json(self, for_people: bool = False) -> dict[str, Any]:
@@ -191,11 +192,6 @@ class Host:
     machine_cores: Number = 0.0
     contention: Contention = ()  # among the ranks of the machine
     bursts: bool = True  # whether, with less than a core, it may use a whole one for a moment, as under a quota
-
-    @property
-    def has_quota(self) -> bool:
-        """Return whether it may use a whole core, but only for a part of the time."""
-        return self.cores < 1 and self.bursts
 
     @property
     def oversubscription(self) -> float:

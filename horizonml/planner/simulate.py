@@ -6,8 +6,6 @@ and ranks that share a machine share its cores. The simulation covers what close
 2024, section 4) leave out: uneven stages and shares, few micro-batches, busy links, and more ranks than cores. A step
 with local steps is an average one: none of its sums is waited for, and what they cost is divided among the steps.
 
-Models how fast ranks compute over time when they share a quota, or when they or their containers share a machine.
-
 Three things slow down ranks that compute at once on a machine, and all of them were measured:
 
 - They fill the caches and the memory's bandwidth for one another. `Host.contention` has the factor.
@@ -95,14 +93,11 @@ def predict(problem: Problem, plan: Plan, times: LayerTimes | None = None, timel
     """
     maker = TaskMaker(problem, plan, times or LayerTimes(problem.profiles))
     tasks = maker.tasks()
-    simulation = _Simulation(problem, plan, tasks)
+    simulation = _Simulation(problem, plan, tasks, [0.0] * len(problem.hosts))
     seconds = simulation.run()
-    if any(host.has_quota for host in problem.hosts):  # where a step begins within the quotas' periods makes it differ
-        runs = [(seconds, simulation)]
-        while len(runs) < _STEPS_WITH_QUOTAS:
-            simulation = _Simulation(problem, plan, tasks, runs[-1][1].quotas(runs[-1][0]))
-            runs.append((simulation.run(), simulation))
-        seconds, simulation = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
+    if any(host.cores < 1 for host in problem.hosts):  # what a step leaves of a quota is available to the next one
+        simulation = _Simulation(problem, plan, tasks, simulation.allowances(seconds))
+        seconds = simulation.run()
     idle = dict.fromkeys(plan.spare, 0.0)
     memory = {**memory_needed(problem, plan, maker.actions), **idle}
     capacity, parts, outer = problem.memory, simulation.parts(), 0.0
@@ -158,12 +153,12 @@ class _Simulation:
     """Simulates one step of a plan."""
 
     def __init__(
-        self, problem: Problem, plan: Plan, tasks: dict[int, list[SimulatedTask]], quotas: Sequence[Quota] | None = None
+        self, problem: Problem, plan: Plan, tasks: dict[int, list[SimulatedTask]], allowances: Sequence[float]
     ) -> None:
         self.spans: list[WorkSpan] = []
         self.messages: list[Transfer] = []
         self._problem, self._plan, self._tasks = problem, plan, tasks
-        self._cores = cores_of(problem.hosts, problem.cores, quotas)
+        self._cores = cores_of(problem.hosts, problem.cores, allowances)
         self._machines = {cores.machine.number: cores.machine for cores in self._cores}
         self._changed: dict[int, Machine] = {}  # machines on which a rank has begun or ended since the last event
         self._host_of = {rank: self._cores[number] for number, host in enumerate(problem.hosts) for rank in host.ranks}
@@ -213,11 +208,11 @@ class _Simulation:
             "updating parameters": end - reduced,
         }
 
-    def quotas(self, now: float) -> list[Quota]:
-        """Return what is left of the hosts' quotas at a time after the last action, which is the next step's 0."""
+    def allowances(self, now: float) -> list[float]:
+        """Return the machines' allowances at a time after the last action."""
         for cores in self._cores:
             cores.machine.advance(now)
-        return [cores.quota.at(now) for cores in self._cores]
+        return [cores.allowance for cores in self._cores]
 
     def _advance(self, machine: Machine, now: float) -> None:
         """Complete the actions that have ended on a machine."""
@@ -315,52 +310,39 @@ class _Simulation:
 
 _EPSILON = 1e-12
 _QUOTA_PERIOD = 0.1  # seconds; the default of Linux, Docker and Kubernetes
-_SPREAD = (math.sqrt(5) - 1) / 2  # whose multiples, without their whole parts, spread evenly
-_STEPS_WITH_QUOTAS = 3  # that are simulated, one after the other; the median counts
-
-
-@dataclass
-class Quota:
-    """Holds the seconds of a core that a container may still use in the present period, and when that ends."""
-
-    left: float
-    ends: float
-
-    def at(self, now: float) -> Quota:
-        """Return the same at a time that is to be 0."""
-        return Quota(self.left, self.ends - now)
+_RESUMES = 0.1  # of what a period grants: the allowance at which a container that has used up its own bursts again
 
 
 @dataclass
 class Cores:
     """Models the cores that a host may use, its ranks that compute now, and the work that each has left.
 
-    A host with less than one core has a quota: in each period its container may use a whole core until it has used what
-    the period grants. Then it stands still until the next period begins. What it does not use is lost.
+    A host with less than one core has a quota: its container may use a whole core until its allowance is used up. The
+    allowance grows continuously, but never beyond what one period of the quota grants. Once it is used up, the
+    container uses a whole core again only when some of it has grown, or hosts that share a core would alternate
+    without end.
     """
 
     cores: float
     machine: Machine
-    quota: Quota
-    limited: bool = False  # whether it has a quota; else it never uses more than its cores
+    allowance: float = 0.0  # seconds of a core
+    bursts: bool = False  # whether it may use a whole core
     left: dict[int, float] = field(default_factory=dict)  # seconds on a core of its own, by rank
+    steady: bool = False  # whether it never uses more than its cores
 
     @property
     def demand(self) -> float:
         """Return the part of a core that each of the host's ranks would use now if it had one to itself."""
-        if not self.left or self.machine.whole(self):
-            return 1.0
-        limit = (1.0 if self.quota.left else 0.0) if self.limited else self.cores
-        return min(1.0, limit / len(self.left))
+        limit = 1.0 if self.bursts else self.cores
+        return min(1.0, limit / len(self.left)) if self.left and not self.machine.whole(self) else 1.0
 
-    def use(self, seconds: float, now: float) -> bool:
-        """Use so many seconds of a core until `now`; return whether that changes how fast ranks compute."""
-        quota, before = self.quota, bool(self.quota.left)
-        quota.left = quota.left - seconds if quota.left - seconds > _EPSILON else 0.0
-        if quota.ends <= now + _EPSILON:
-            periods = math.floor((now + _EPSILON - quota.ends) / _QUOTA_PERIOD) + 1
-            self.quota = Quota(self.cores * _QUOTA_PERIOD, quota.ends + periods * _QUOTA_PERIOD)
-        return bool(self.quota.left) != before
+    def accrue(self, seconds: float) -> bool:
+        """Let the allowance grow, or shrink, by so much, and return whether it matters for how fast ranks compute."""
+        granted, before = 0.0 if self.steady else self.cores * _QUOTA_PERIOD, self.bursts
+        grown = self.allowance + seconds
+        self.allowance = min(granted, grown) if grown > _EPSILON else 0.0
+        self.bursts = self.allowance > 0 and (before or self.allowance >= _RESUMES * granted)
+        return self.bursts != before
 
 
 class Rate(NamedTuple):
@@ -413,9 +395,9 @@ class Machine:
             for rank, left in host.left.items():
                 rate = rates[rank]
                 used += rate.used
-                soonest = min(soonest, left / rate.speed) if rate.speed else soonest
-            if host.limited and host.left:
-                soonest = min(soonest, host.quota.ends - self.now, host.quota.left / used if used else math.inf)
+                soonest = min(soonest, left / rate.speed)
+            if host.bursts and used > host.cores:
+                soonest = min(soonest, host.allowance / (used - host.cores))
         return soonest
 
     def begin(self, host: Cores, rank: int, work: float) -> None:
@@ -453,7 +435,7 @@ class Machine:
         """Return how many ranks compute on each core."""
         counts = [0] * int(self.cores)
         for host in self.hosts:
-            for rank in host.left if host.demand else ():
+            for rank in host.left:
                 counts[self._place[rank]] += 1
         return counts
 
@@ -462,31 +444,32 @@ class Machine:
         passed = now - self.now
         if passed <= 0:
             return
-        rates, self.now = self.rates, now
+        rates = self.rates
         for host in self.hosts:
             used = 0.0
             for rank in host.left:
                 host.left[rank] -= passed * rates[rank].speed
                 used += rates[rank].used
-            if host.limited and host.use(passed * used, now):
+            if host.cores < 1 and host.accrue(passed * (host.cores - used)):
                 self._rates = None
+        self.now = now
 
 
-def cores_of(hosts: Sequence[Host], left: Sequence[float], quotas: Sequence[Quota] | None = None) -> list[Cores]:
+def cores_of(hosts: Sequence[Host], left: Sequence[float], allowances: Sequence[float]) -> list[Cores]:
     """Return the hosts at the beginning of a step; hosts that name the same machine share its cores.
 
-    `left[h]` are the cores of host h that training may use, and `quotas[h]` what is left of its quota. Without them,
-    nothing has been used, and periods begin at different times.
+    `left[h]` are the cores of host h that training may use.
     """
     machines: dict[str, Machine] = {}
     made = []
-    for number, (host, cores) in enumerate(zip(hosts, left, strict=True)):
+    for number, (host, cores, allowance) in enumerate(zip(hosts, left, allowances, strict=True)):
         if host.machine:
             machine = machines.setdefault(host.machine, Machine(number, max(1.0, host.machine_cores), host.contention))
         else:
             dedicated = len(host.ranks) == 1 and host.cores >= 1
             machine = Machine(number, max(1.0, host.cores), host.contention, dedicated)
-        whole = Quota(cores * _QUOTA_PERIOD, (number + 1) * _SPREAD % 1 * _QUOTA_PERIOD)
-        made.append(Cores(cores, machine, quotas[number] if quotas is not None else whole, host.has_quota))
+        made.append(Cores(cores, machine, steady=not host.bursts))
+        if host.cores < 1:
+            made[-1].accrue(allowance)
         machine.hosts.append(made[-1])
     return made

@@ -1,13 +1,12 @@
-"""Measures the layers of a model on this device once, and caches the profile.
+"""Measures the layers of a model on this device once, what sending in fewer bits costs it, and caches the profile.
 
 Cuts and micro-batches that fit the measured times gain far more than any schedule, and the number of layers says little
 about their times.
-
-Measures what sending in fewer bits costs this device: bytes in each format, and the time to encode and decode.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -33,7 +32,7 @@ from horizonml.state.optim import Optimizer
 from horizonml.state.spec import Sgd
 from horizonml.text import human_seconds
 
-_FORMAT, _KIND = 9, "profiles"
+_FORMAT, _KIND = 10, "profiles"
 _SIZES = (4, 16, 64)
 _REPEATS = 3
 _MOST_AGAIN = 3  # times that a layer is measured again while its times contradict one another
@@ -42,6 +41,7 @@ _BUSY = 3.0  # times as long as the least, from which on it is told that the mac
 _LITTLE = 2e-3  # seconds, by which layers one by one may take longer than together
 _WRONG = 1.5  # times as long as the quickest step of a run, from which on a prediction is wrong
 _COLD_BYTES = 64 << 20  # more than caches hold
+_SHORT, _LONG = (1, 16, 16), (8, 64, 32, 32)  # messages for a link
 _BUDGET_SECONDS = 20.0  # larger micro-batches are not measured if the next one would take longer
 
 Form = tuple[torch.dtype, torch.memory_format]
@@ -196,7 +196,7 @@ def measure(model: Model, sizes: tuple[int, ...], execution: Execution = PLAIN) 
         )
         for index, times in enumerate(found_runs)
     )
-    codecs = codec_seconds(clock())
+    codecs, short = codec_seconds(clock())
     copying = _copy_seconds_per_byte() if computing().accelerates else 0.0
     return Profile(
         computing().name,
@@ -204,6 +204,7 @@ def measure(model: Model, sizes: tuple[int, ...], execution: Execution = PLAIN) 
         update,
         found,
         codecs,
+        short,
         transfer_seconds_per_byte=copying,
         least_rows=least,
         execution=execution,
@@ -378,14 +379,17 @@ def _copy_seconds_per_byte() -> float:
     return min(times[1:]) / tensor.nbytes / 2
 
 
-def codec_seconds(tick: Callable[[], float]) -> dict[str, float]:
-    """Return the seconds per byte of float32 for each format: to encode or to decode.
+def codec_seconds(tick: Callable[[], float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds per byte of float32 for each format, to encode or to decode, and those of a short message.
 
     Of a way to sum gradients, it is one of its `Sync.codings`.
     """
-    costs = {format: _link_seconds(format, tick) for format in FORMATS if format != "fp32"}
+    formats = [format for format in FORMATS if format != "fp32"]
+    short = {format: _link_seconds(format, _SHORT, tick) for format in formats}
+    long = {format: _link_seconds(format, _LONG, tick) for format in formats}
+    costs = {format: max(0.0, long[format] - short[format]) / (4 * math.prod(_LONG)) for format in formats}
     sums = {s.codec: _sum_seconds(resolve(s.coding), tick) / s.codings for s in SYNCS.values() if s.coding}
-    return {**costs, **sums, "topk": _sum_seconds(_largest, tick) / 2}
+    return {**costs, **sums, "topk": _sum_seconds(_largest, tick) / 2}, short
 
 
 def coded_bytes(boundary: Boundary) -> dict[str, tuple[int, int]]:
@@ -410,13 +414,13 @@ def _sum_seconds(code: Callable[[Tensor], Tensor], tick: Callable[[], float]) ->
     return min(times[1:]) / gradients.nbytes
 
 
-def _link_seconds(format: str, tick: Callable[[], float]) -> float:
-    """Return the mean seconds to encode or decode a byte of float32."""
-    codec = Codec(TensorSpec((64, 32, 32)), format)
-    tensor = torch.randn(8, 64, 32, 32)
+def _link_seconds(format: str, shape: tuple[int, ...], tick: Callable[[], float]) -> float:
+    """Return the mean seconds to encode or decode a message of `shape`, whose first dimension is its rows."""
+    codec = Codec(TensorSpec(shape[1:]), format)
+    tensor = torch.randn(*shape)
     times = []
     for _ in range(1 + _REPEATS):
         start = tick()
         codec.decode(codec.encode(tensor))
         times.append(tick() - start)
-    return min(times[1:]) / tensor.nbytes / 2
+    return min(times[1:]) / 2
