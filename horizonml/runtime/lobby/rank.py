@@ -28,7 +28,7 @@ from horizonml.machine.signals import LAUNCHER, launcher_name
 from horizonml.rendezvous.device_messages import JobOffer, Phase, RunProgress
 from horizonml.rendezvous.wire import read
 from horizonml.runtime.forkserver import start
-from horizonml.runtime.process import ENDING, TOLD_ABOVE, run_and_exit, why_it_failed
+from horizonml.runtime.process import ENDING, TOLD_ABOVE, loading, run_and_exit, why_it_failed
 from horizonml.security.token import INSECURE, TOKEN, Token
 
 if TYPE_CHECKING:
@@ -199,10 +199,12 @@ def main() -> None:
     from horizonml.job.jobfile import load
 
     job = load(Path(first["job"]))
-    import horizonml.rendezvous.meeting
-    import horizonml.runtime.worker
-    import horizonml.telemetry.http  # noqa: F401  (what takes time is loaded now)
-    from horizonml.state.shards import completed
+    with loading():  # what takes time
+        import horizonml.rendezvous.meeting
+        import horizonml.runtime.worker
+        import horizonml.telemetry.http  # noqa: F401
+        from horizonml.runtime.launch import train_as_rank
+        from horizonml.state.shards import completed
 
     if not (first["fresh"] or first["joins"]) and completed(job.run_folder / "checkpoints", job):
         print(f"{job.run_folder} is trained to the end already; --fresh starts over", flush=True)
@@ -214,7 +216,6 @@ def main() -> None:
         return
     os.environ.update(second["env"])
     from horizonml.rendezvous.identity import identify
-    from horizonml.runtime.launch import train_as_rank
 
     identity = identify(os.environ, job.parallel.max_workers)
     assert identity is not None
