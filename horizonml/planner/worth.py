@@ -74,9 +74,10 @@ def predicted_worth(problem: Problem, evaluator: Evaluator, found: Candidate, na
     if not found.usable or problem.ranks == 1 or len(problem.hosts) > _MOST_DEVICES:
         return None
     alone: list[float | None] = []
-    for host in problem.hosts:
+    for host, left in zip(problem.hosts, problem.cores, strict=True):
         one = alone_on(problem, evaluator, host.ranks[0])
         cores = max(1.0, min(len(host.ranks), host.cores))
+        cores *= host.cores / left  # alone, it has all of its quota, as there is nobody to talk to
         alone.append(cores * problem.batch_size / one.prediction.seconds if one.usable else None)
     used = {rank for stage in found.plan.stages for rank in stage.ranks}
     idle = sum(used.isdisjoint(host.ranks) for host in problem.hosts)
