@@ -13,6 +13,7 @@ import json
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.emulated import ROOT, EmulatedCluster, Measured, base_job, with_plan
 from benchmarks.hetero import automatic, problem_on, shape_of
+from horizonml.engine.sync.compressed import WHOLE_STEPS
 from horizonml.files import write_atomically
 from horizonml.job.jobfile import changed, parse
 from horizonml.job.schema import Job
@@ -85,12 +87,12 @@ def _train(
 ) -> Iterator[Measured]:
     """Train by an exact plan, for which devices and links are measured, then by the one that need not be exact."""
 
-    def train(way: str, job: Job, predicted: float | None, every: int | None = None) -> Measured:
+    def train(way: str, job: Job, predicted: float | None, every: int | None = None, unlike: int = 0) -> Measured:
         key = (*setting, way)
         row = rows.setdefault(key, dict(zip(("cluster", "links", "model", "way"), key, strict=True)))
         steps = _steps(row.get("seconds") or predicted, every)
         print(f"{', '.join(key)}: {steps} steps ...", flush=True)
-        found = cluster.train(_name(key), job, steps, 1200)
+        found = cluster.train(_name(key), job, steps, 1200, unlike)
         _add(row, found, predicted or found.forecast)
         return found
 
@@ -99,7 +101,8 @@ def _train(
     long = changed(automatic(job), {"epochs": _LONG})
     chosen = best_plan(problem_on(cluster.measured(measured), long, out / "runs" / measured))
     every = chosen.plan.local.every if chosen.plan.local is not None else None
-    yield train("exact: false", with_plan(job, chosen.plan), chosen.prediction.seconds, every)
+    unlike = WHOLE_STEPS if any(stage.sync.name == "powersgd" for stage in chosen.plan.stages) else 0
+    yield train("exact: false", with_plan(job, chosen.plan), chosen.prediction.seconds, every, unlike)
 
 
 def _name(key: Sequence[str]) -> str:
@@ -113,8 +116,9 @@ def _steps(seconds: float | None, every: int | None) -> int:
 
 def _add(row: Row, found: Measured, predicted: float | None) -> None:
     """Add what a run has measured."""
-    worth = found.run.worth
-    assert worth is not None, "a run that has come to its end has measured every device"
+    measured = found.run.worth
+    assert measured is not None, "a run that has come to its end has measured every device"
+    worth = replace(measured, together=found.samples_per_second)  # without steps that are unlike those of a long run
     for field, value in (
         ("speed_ups", worth.speed_up),
         ("efficiencies", worth.efficiency),
