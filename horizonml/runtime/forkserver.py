@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import gc
 import hmac
 import importlib
 import json
@@ -397,9 +398,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job ignores, and its children would
     listener, lifeline = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # who has started it may end before all is loaded
-    with loading():  # nor does the first collection in a child write to all that it shares
+    with loading():
         for name in sys.argv[3:]:
             importlib.import_module(name)
+        gc.freeze()  # or the first collection in a child would write to all that it shares
     # A child is told of Ctrl-C when it runs its command: Python swallows exceptions in what it does right after a fork.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     serve(listener, lifeline)
