@@ -83,8 +83,6 @@ class Profile:
     layers: tuple[LayerProfile, ...]
     codec_seconds_per_byte: dict[str, _Seconds] = field(default_factory=dict)
     """The seconds to encode or decode a byte of float32 for a link, by format."""
-    codec_seconds_per_message: dict[str, _Seconds] = field(default_factory=dict)
-    """Those to encode or decode a message for a link, however short it is, by format."""
     message_seconds: _Seconds = 0.0
     """The processor's seconds to send or receive a message; 0 if no link was measured."""
     transfer_seconds_per_byte: _Seconds = 0.0
@@ -99,6 +97,8 @@ class Profile:
     """How the layers ran when they were measured."""
     gain: _Seconds = 1.0
     """How many times as fast as plain that is, all layers together, as far as that was measured."""
+    codec_seconds_per_message: dict[str, _Seconds] = field(default_factory=dict)
+    """The seconds to encode or decode a message for a link, however short it is, by format."""
 
     def seconds(self, layer: int, rows: int) -> tuple[float, float]:
         """Return the forward and backward seconds of a layer for `rows` samples, interpolated between sizes."""

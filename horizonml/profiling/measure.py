@@ -204,10 +204,10 @@ def measure(model: Model, sizes: tuple[int, ...], execution: Execution = PLAIN) 
         update,
         found,
         codecs,
-        short,
         transfer_seconds_per_byte=copying,
         least_rows=least,
         execution=execution,
+        codec_seconds_per_message=short,
     )
 
 

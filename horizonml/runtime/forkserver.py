@@ -23,6 +23,7 @@ import platform
 import random
 import runpy
 import secrets
+import select
 import selectors
 import signal
 import socket
@@ -398,6 +399,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job ignores, and its children would
     listener, lifeline = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # who has started it may end before all is loaded
+    gone = select.poll()
+    gone.register(lifeline, 0)
+    if gone.poll(0):  # it has ended before that was asked for
+        return
     with loading():
         for name in sys.argv[3:]:
             importlib.import_module(name)

@@ -151,7 +151,7 @@ def test_a_script_trains_a_model_and_data_that_only_it_defines(script: Path) -> 
     found = json.loads(output.partition("RESULT ")[2])
     assert [step for step, _, _ in found["seen"]] == [1, 2, 3, 4, 5, 6]
     assert found["seen"] == found["history"]
-    assert found["plan"] == [[0], [1]]
+    assert found["plan"][:2] == [[0], [1]]  # with a second stage for each, where that is faster
     assert found["metrics"].keys() == found["evaluated"].keys() == found["all"].keys()
     assert found["evaluated"] == pytest.approx(found["metrics"], rel=1e-5)
     assert found["all"]["loss"] != pytest.approx(found["metrics"]["loss"], rel=1e-3)

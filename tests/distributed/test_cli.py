@@ -274,7 +274,9 @@ def test_the_plan_is_shown_for_people_and_for_programs(folder: Path) -> None:
     assert "\n    2  " in shown.stdout
     assert "predicted:" in shown.stdout
     answer = json.loads(command(folder, "plan", "job.yaml", "--set", "parallel.strategy=pipeline", "--json").stdout)
-    assert len(answer["plan"]["stages"]) == 3
+    stages = answer["plan"]["stages"]  # one or two for each rank, as is fastest here
+    assert len(stages) in (3, 6)
+    assert {rank for stage in stages for rank in stage["ranks"]} == {0, 1, 2}
     assert answer["worth"]["speed_up"] == answer["worth"]["efficiency"] > 0, "all ranks are on this device"
     assert "Predicted: the ranks of this device train" in shown.stdout
     assert len(answer["profile"]["layers"]) == 17
