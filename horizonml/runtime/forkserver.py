@@ -39,7 +39,7 @@ from typing import IO, Any, NoReturn, TextIO
 
 from horizonml.machine.code import python_module
 from horizonml.machine.signals import LAUNCHER
-from horizonml.runtime.process import loading, run_and_exit
+from horizonml.runtime.process import run_and_exit
 
 SERVER = "HORIZONML_FORKSERVER"  # the address of a server, for processes whose children it forks
 # What a rank needs. Names, because this room must not know the command line.
@@ -403,10 +403,11 @@ def main() -> None:
     gone.register(lifeline, 0)
     if gone.poll(0):  # it has ended before that was asked for
         return
-    with loading():
-        for name in sys.argv[3:]:
-            importlib.import_module(name)
-        gc.freeze()  # or the first collection in a child would write to all that it shares
+    gc.disable()  # which would look for garbage among what is loaded, for a tenth of the time
+    for name in sys.argv[3:]:
+        importlib.import_module(name)
+    gc.freeze()  # or the first collection in a child would write to all that it shares
+    gc.enable()
     # A child is told of Ctrl-C when it runs its command: Python swallows exceptions in what it does right after a fork.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     serve(listener, lifeline)

@@ -29,7 +29,6 @@ from horizonml.rendezvous.identity import ASKED, Identity, local_rank
 from horizonml.runtime.command import RENDEZVOUS, STOP_SECONDS, endpoint_for
 from horizonml.runtime.local import TOGETHER, LocalRun
 from horizonml.runtime.outcome import Outcome
-from horizonml.runtime.process import loading
 from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.telemetry.kubernetes import Release
 from horizonml.telemetry.record import Observer
@@ -74,7 +73,7 @@ def train_as_rank(
         if identity.world_size > 1 or grows:
             endpoint = endpoint_for(_rendezvous_address(job))
     with stop_on_signal() as stop:
-        with handling(leave_at_once), loading():  # PyTorch, for one, which takes seconds
+        with handling(leave_at_once):  # loading PyTorch takes seconds
             from horizonml.rendezvous.meeting import ask_rank
             from horizonml.runtime.worker import Worker, settings_for
             from horizonml.telemetry.http import MetricsServer

@@ -6,7 +6,6 @@ Whoever has started it finds the words in a file, so that nobody need search thr
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,18 +41,6 @@ _AGAIN_SECONDS = 0.1  # until an interrupt that was lost is repeated
 _python_start = threading.Thread.start
 _endings: list[Path] = []  # the file of this process, if it has one
 _is_told_above = False
-
-
-@contextmanager
-def loading() -> Iterator[None]:
-    """Load modules without looking for garbage among what they make, which would take a tenth of the time."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def run_and_exit(action: Callable[[], object]) -> NoReturn:

@@ -6,6 +6,7 @@ input: first the job's file, then the rank. Nothing secret is on its command lin
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -28,7 +29,7 @@ from horizonml.machine.signals import LAUNCHER, launcher_name
 from horizonml.rendezvous.device_messages import JobOffer, Phase, RunProgress
 from horizonml.rendezvous.wire import read
 from horizonml.runtime.forkserver import start
-from horizonml.runtime.process import ENDING, TOLD_ABOVE, loading, run_and_exit, why_it_failed
+from horizonml.runtime.process import ENDING, TOLD_ABOVE, run_and_exit, why_it_failed
 from horizonml.security.token import INSECURE, TOKEN, Token
 
 if TYPE_CHECKING:
@@ -199,12 +200,14 @@ def main() -> None:
     from horizonml.job.jobfile import load
 
     job = load(Path(first["job"]))
-    with loading():  # what takes time
-        import horizonml.rendezvous.meeting
-        import horizonml.runtime.worker
-        import horizonml.telemetry.http  # noqa: F401
-        from horizonml.runtime.launch import train_as_rank
-        from horizonml.state.shards import completed
+    gc.disable()  # which would look for garbage among what is loaded, for a tenth of the time
+    import horizonml.rendezvous.meeting
+    import horizonml.runtime.worker
+    import horizonml.telemetry.http  # noqa: F401  (what takes time is loaded now)
+    from horizonml.runtime.launch import train_as_rank
+    from horizonml.state.shards import completed
+
+    gc.enable()
 
     if not (first["fresh"] or first["joins"]) and completed(job.run_folder / "checkpoints", job):
         print(f"{job.run_folder} is trained to the end already; --fresh starts over", flush=True)
