@@ -41,6 +41,7 @@ BIN := $(VENV)/bin
 export PATH := $(PATH):$(CURDIR)/build/bin
 
 .DEFAULT_GOAL := help
+PYTEST = "$(BIN)/python" -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 PORTABLE = $(addprefix tests/,unit/test_tunnel.py unit/test_tunnel_process.py unit/test_join.py \
 	$(addprefix distributed/test_,tunnel.py training.py joining.py up.py)) # what also runs as on other systems
 
@@ -69,12 +70,11 @@ demo: setup ## Plan for unequal devices, and compare five emulated ones with one
 	@echo "for unequal devices; report.html has everything else. Next: make hetero trains on such devices, in Docker."
 
 test: setup ## Test on this machine, with real ranks, in a few minutes
-	@"$(BIN)/python" -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow"
+	@$(PYTEST) -m "not slow"
 
-test-slow: setup ## Run the tests that take long: faults, slow links, benches, and the documentation's commands
-	@"$(BIN)/python" -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m slow
-	@HORIZONML_PORTABLE=1 "$(BIN)/python" -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "" \
-		$(PORTABLE)
+test-slow: setup ## Run the tests that take long: faults, slow links, benches, docs (HORIZONML_NIGHTLY=1: more of them)
+	@$(PYTEST) -m slow
+	@HORIZONML_PORTABLE=1 $(PYTEST) -m "$(if $(HORIZONML_NIGHTLY),,not slow)" $(PORTABLE)
 
 ##@ Develop
 unit: setup ## Run the fast tests, without ranks

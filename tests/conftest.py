@@ -13,6 +13,7 @@ import pytest
 import horizonml  # noqa: F401  (first: it says how OpenMP's threads wait, before torch loads them)
 
 _LEFT_OUT = pytest.StashKey[str]()
+_LONGEST = ("distributed/test_docs.py", "distributed/test_any_losses.py", "unit/test_better_clusters.py")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # others run tests on the other cores
     import torch
@@ -36,14 +37,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process a file at a time, but a page of the documentation, as some of them take long."""
+    """Give each process a file at a time, but a single test of those files that would take longest."""
     from xdist.scheduler import LoadFileScheduling
 
-    class ByFileOrPage(LoadFileScheduling):
+    class ByFileOrTest(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if "[" in nodeid and "distributed/test_docs.py" in nodeid else super()._split_scope(nodeid)
+            file = super()._split_scope(nodeid)
+            return nodeid if "[" in nodeid and file.endswith(_LONGEST) else file
 
-    return ByFileOrPage(config, log) if config.getvalue("dist") == "loadfile" else None
+    return ByFileOrTest(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""Programs of the system that some tests need."""
+"""What some tests need: programs of the system, or the time that there is at night."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from benchmarks.chaos import network
 from horizonml.comm.tunnel.addresses import is_portable
 
 ALL = "HORIZONML_TEST_ALL"  # set where every program is promised, as in CI: one that is missing is a failure there
+NIGHTLY = bool(os.environ.get("HORIZONML_NIGHTLY"))  # more random cases, which would take too long for each change
 not_portable = pytest.mark.skipif(is_portable(), reason="the portable mode does without the kernel's lists of sockets")
 WITHOUT = "HORIZONML_TEST_WITHOUT"  # programs that are not promised nevertheless, separated by spaces
 

@@ -95,7 +95,7 @@ def steps(folder: Path, rank: int = 0) -> int:
     return path.read_text().count('"kind": "step"') if path.exists() else 0
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 400.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"

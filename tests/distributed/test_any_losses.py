@@ -27,7 +27,7 @@ from horizonml.telemetry.log import read_lines
 from tests.distributed.preload import CLOCK, FATE, PACE
 from tests.distributed.processes import begin, environment, horizonml
 from tests.distributed.truth import distance
-from tests.programs import need_package
+from tests.programs import NIGHTLY, need_package
 from tests.unit.test_data_stream import write_shard
 from tests.unit.test_standby import serving
 
@@ -198,7 +198,7 @@ def reference(home: Path, job: str) -> dict[str, Tensor]:
     return REFERENCES[job]
 
 
-@pytest.mark.parametrize("number", range(200))
+@pytest.mark.parametrize("number", range(200 if NIGHTLY else 50))
 def test_after_any_sequence_of_losses_the_result_is_that_of_a_run_without_faults(home: Path, number: int) -> None:
     job, world, deaths = drawn(number)
     expected = reference(home, job)

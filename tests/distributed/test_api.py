@@ -137,7 +137,7 @@ def begin(script: Path, text: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=400)
     return output
 
 

@@ -27,7 +27,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(
     first, second = (folder / "out" / "runs" / f"{name}-64" for name in ("ddp", "pipeline"))
     wait_for(lambda: second.exists(), "the second run")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "interrupted; the same command goes on where it stopped" in output
     assert (first / "done.json").exists()
@@ -123,7 +123,7 @@ def test_a_terminated_rendezvous_ends_its_command(folder: Path, start: Callable[
     )
     wait_for(lambda: (folder / "begun").exists(), "the command")
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=80)
     assert process.returncode == 3
     assert "ended" in output
 

@@ -61,7 +61,7 @@ def test_whatever_ends_it_nothing_is_left_behind(folder: Path, start: Start, num
 
     wait_for(paused, "a rank that is paused")
     process.send_signal(number)
-    assert process.wait(timeout=30) == code
+    assert process.wait(timeout=120) == code
     wait_for(lambda: not ours(folder), "the end of all that was started", 20)
 
 

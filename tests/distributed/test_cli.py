@@ -59,7 +59,7 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_command_goes_on(
     process = start("train", "job.yaml", *ENDLESS)
     wait_for(lambda: steps(folder) > 5, "the first steps")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "stopped as asked: a checkpoint is saved" in output
     assert ours(folder) == []
@@ -68,7 +68,7 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_command_goes_on(
     process = start("train", "job.yaml", *ENDLESS)
     wait_for(lambda: steps(folder) > step + 5, "the steps after it")
     rank_process(folder, 1).terminate()  # which makes all save and leave
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert f"resumed from step {step} of" in output
     assert "stopped as asked" in output
@@ -85,7 +85,7 @@ def test_warnings_are_shown_once_and_a_checkpoint_that_cannot_be_saved_is_an_err
     before = steps(folder)
     wait_for(lambda: steps(folder) > before + 10, "an epoch whose checkpoint cannot be saved")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 1, output
     assert output.count("UserWarning: of the model's own") == 1
     assert "was not saved: rank 0: " in output
@@ -108,7 +108,7 @@ def obstructed(folder: Path) -> bool:
 
 def test_training_goes_on_when_nobody_reads_what_it_prints(folder: Path) -> None:
     shell = f"{shlex.quote(sys.executable)} -m horizonml train job.yaml 2>errors | head -1"
-    subprocess.run(["sh", "-c", shell], cwd=folder, env=environment(), check=True, timeout=120, capture_output=True)
+    subprocess.run(["sh", "-c", shell], cwd=folder, env=environment(), check=True, timeout=400, capture_output=True)
     wait_for(lambda: steps(folder) == 20, "the last step")
     wait_for(lambda: (folder / "runs" / "test" / "checkpoints" / "step-00000020").exists(), "the last checkpoint")
     assert (folder / "errors").read_text() == ""
@@ -187,7 +187,7 @@ def test_another_package_of_this_name_in_the_working_directory_is_left_alone(fol
     options = ["--workers", "2", "--set", "epochs=1", "--set", "model.name=mine.net:build"]
     words = [sys.executable, "-P", "-m", "horizonml", "train", "job.yaml", *options]
     result = subprocess.run(
-        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=400, check=False
     )
     assert result.returncode == 0, result.stderr
     assert "epoch 1/1" in result.stdout
@@ -213,7 +213,7 @@ def test_ranks_started_by_hand_meet_at_a_service(folder: Path, start: Callable[.
         start("train", "job.yaml", "-n", "2", RANK=str(rank), WORLD_SIZE="2", HORIZONML_RENDEZVOUS=address)
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert "done: records" in outputs[0]
     assert "rank 1: connected to 1 other rank; trains stage 1 of 1" in outputs[1]
@@ -235,7 +235,7 @@ def test_torchrun_starts_the_ranks(folder: Path, start: Callable[..., subprocess
         env=environment(HORIZONML_RENDEZVOUS=address),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert result.returncode == 0, result.stderr

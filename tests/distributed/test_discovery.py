@@ -90,7 +90,7 @@ def announce(lab: Lab, device: int, *words: str) -> Any:
 
 
 def withdraw(process: Any) -> None:
-    process.communicate(timeout=20)  # closes the pipe that it waits for
+    process.communicate(timeout=80)  # closes the pipe that it waits for
     assert process.returncode == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ class Pods:
     def serve_anew(self) -> None:
         """Start the service with the files that there are now."""
         self.service.terminate()
-        self.service.communicate(timeout=30)
+        self.service.communicate(timeout=120)
         self.service = self._serve()
 
     def work(self, pod: str, ranks: str, run: str = "runs/test") -> subprocess.Popen[str]:
@@ -72,7 +73,7 @@ def test_workers_come_and_go_without_a_restart_until_another_job_replaces_theirs
     before = steps(folder)
     wait_for(lambda: steps(folder) > before + 5, "steps of three")
     further.terminate()
-    output, _ = further.communicate(timeout=60)
+    output, _ = further.communicate(timeout=240)
     assert further.returncode == 0, output
     assert "rank 2: this is the number that the rendezvous service has given" in output
     wait_for(lambda: world() == 2, "a group of two")
@@ -87,7 +88,7 @@ def test_workers_come_and_go_without_a_restart_until_another_job_replaces_theirs
     early = pods.work("mine-pi-0", "1-1", "runs/early")
     said = read_until("has other files than this rank", early)
     early.terminate()
-    output, _ = early.communicate(timeout=60)
+    output, _ = early.communicate(timeout=240)
     assert early.returncode == 0, output
     pods.serve_anew()
     # The others run with the files that they were started with, and wait for the end of their pods.
@@ -97,7 +98,7 @@ def test_workers_come_and_go_without_a_restart_until_another_job_replaces_theirs
     assert max(saved) == steps(folder)
     for process in first:
         process.terminate()
-    outputs = [process.communicate(timeout=60)[0] for process in first]
+    outputs = [process.communicate(timeout=240)[0] for process in first]
     assert [process.returncode for process in first] == [0, 0], outputs
     # A worker of the new job is let in.
     newcomer = pods.work("mine-pc-0", "0-0")
@@ -105,7 +106,7 @@ def test_workers_come_and_go_without_a_restart_until_another_job_replaces_theirs
     wait_for(lambda: (folder / "runs" / "test").exists() and steps(folder) > max(saved) + 5, "steps of the new job")
     for process in (newcomer, other, pods.service):
         process.terminate()
-    outputs = [process.communicate(timeout=60)[0] for process in (newcomer, other)]
+    outputs = [process.communicate(timeout=240)[0] for process in (newcomer, other)]
     assert "Traceback" not in "".join([*outputs, *said])
 
 
@@ -127,7 +128,9 @@ def test_workers_whose_job_was_replaced_train_again_when_that_is_undone(
     assert runs(folder, 0)[-1]["world_size"] == 2
     for process in (*workers, pods.service):
         process.terminate()
-    outputs = [process.communicate(timeout=60)[0] for process in workers]
+    outputs = [process.communicate(timeout=240)[0] for process in workers]
     assert [process.returncode for process in workers] == [0, 0], outputs
-    assert f"resumed from step {done}" in outputs[0]
+    resumed = re.search(r"resumed from step (\d+)", outputs[0])  # the other rank may have gone on alone meanwhile
+    assert resumed is not None, outputs[0]
+    assert int(resumed[1]) >= done
     assert "Traceback" not in "".join([*outputs, *said])

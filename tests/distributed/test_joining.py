@@ -39,7 +39,7 @@ def test_a_run_begins_with_the_least_number_of_ranks_and_grows_to_the_most(
     wait_for(lambda: (elsewhere / "run" / "rank-1.jsonl").exists(), "the records of rank 1")
 
     third = start("train", "job.yaml", *options)
-    output, _ = third.communicate(timeout=60)
+    output, _ = third.communicate(timeout=240)
     assert third.returncode == 1, output
     assert "the run takes at most 2 ranks (parallel.max_workers), and all their numbers are in use" in output
 
@@ -47,7 +47,7 @@ def test_a_run_begins_with_the_least_number_of_ranks_and_grows_to_the_most(
     wait_for(lambda: steps(folder) > before + 5, "more steps")
     for process in (first, second):
         process.terminate()
-    outputs = [process.communicate(timeout=30)[0] for process in (first, second)]
+    outputs = [process.communicate(timeout=120)[0] for process in (first, second)]
     assert [process.returncode for process in (first, second)] == [0, 0], outputs
     assert "rank 1: this is the number that the rendezvous service has given" in outputs[1]
     assert "Traceback" not in "".join([*outputs, output])
@@ -109,7 +109,7 @@ def end_of(start: Callable[..., subprocess.Popen[str]], folder: Path, job: str, 
     """What a job that is refused says."""
     (folder / "job.yaml").write_text(job)
     process = start("train", "job.yaml", "--join", service.address)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 2, output
     return output
 
@@ -129,10 +129,10 @@ def test_a_device_that_comes_when_the_others_have_finished_is_told_so(
         for number in range(2)
     ]
     for process in ranks:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
     late.send_signal(signal.SIGCONT)
-    output, _ = late.communicate(timeout=60)  # rendezvous.timeout is much longer
+    output, _ = late.communicate(timeout=240)  # rendezvous.timeout is much longer
     assert late.returncode == 0, output
     assert "the job is complete: the other ranks have trained it to the end" in output
     assert "Traceback" not in output

@@ -52,9 +52,9 @@ def train(folder: Path, name: str, fault: Fault, during: Fault = lambda cluster:
     env = {"HORIZONML_TEST": str(folder), "HORIZONML_TEST_SLOW": str(folder / "slow")}
     with Cluster(job, RANKS, folder / name, env, isolated=True) as cluster:
         fault(cluster)
-        wait_for(lambda: not cluster.alive or len(steps(cluster, 0)) >= 2, "the first steps", 90)
+        wait_for(lambda: not cluster.alive or len(steps(cluster, 0)) >= 2, "the first steps")
         during(cluster)
-        wait_for(lambda: not cluster.alive, "the end of the training", 120)
+        wait_for(lambda: not cluster.alive, "the end of the training")
         assert [cluster.exit_code(rank) for rank in range(RANKS)] == [0] * RANKS
     assert "Traceback" not in "".join(cluster.log(rank).read_text() for rank in range(RANKS))
     assert not ours(folder)

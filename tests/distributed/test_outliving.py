@@ -83,7 +83,7 @@ def test_ranks_outlive_the_service_and_the_first_rank_and_go_back_when_it_is_the
     assert [repeated(folder, number) for number in (2, 3)] == [0, 0]
     for process in ranks[1:]:
         process.send_signal(signal.SIGTERM)
-    outputs = [process.communicate(timeout=60)[0] for process in ranks[1:]]
+    outputs = [process.communicate(timeout=240)[0] for process in ranks[1:]]
     assert [process.returncode for process in ranks[1:]] == [0, 0, 0], outputs
     assert "Traceback" not in "".join(outputs)
     again.terminate()
@@ -136,11 +136,11 @@ def test_ranks_and_their_service_are_updated_to_another_release_one_by_one_while
         ranks = [begin(rank(ROOT, number)) for number in range(3)]
         wait_for(lambda: steps(folder) > 7, "the first steps")
         service.terminate()
-        service.communicate(timeout=30)
+        service.communicate(timeout=120)
         service = begin(run(package, "rendezvous", "--port", str(free_port)))
         for number in range(3):
             ranks[number].terminate()
-            said = ranks[number].communicate(timeout=60)[0]
+            said = ranks[number].communicate(timeout=240)[0]
             assert ranks[number].returncode == 0, said
             other = (number + 1) % 3
             wait_for(lambda other=other: groups(folder, other)[-1] == 2, "a group of two")
@@ -150,7 +150,7 @@ def test_ranks_and_their_service_are_updated_to_another_release_one_by_one_while
             wait_for(lambda other=other, before=before: steps(folder, other) > before + 5, "more steps")
         assert [repeated(folder, number) for number in range(3)] == [0, 0, 0]
         service.terminate()
-        said = service.communicate(timeout=30)[0]
+        said = service.communicate(timeout=120)[0]
         assert "a rank has HorizonML 0.2.0, and this service has 0.3.0: only one of them knows humour" in said
 
 

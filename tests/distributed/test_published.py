@@ -41,7 +41,7 @@ def test_who_leads_after_a_loss_goes_on_publishing(
         wait_for(lambda: leads(0), "rank 0 publishing again")
         for process in ranks:
             process.terminate()
-        outputs = [process.communicate(timeout=30)[0] for process in ranks]
+        outputs = [process.communicate(timeout=120)[0] for process in ranks]
         assert [process.returncode for process in ranks] == [0, 0], outputs
         assert not any("cannot be shown" in output for output in outputs), outputs
         changes = [one for one, before in zip(api.tokens, ["", *api.tokens], strict=False) if one != before]

@@ -283,7 +283,7 @@ SINGLE = Plan((Stage(0, LAYERS, (0,), (1.0,)),))
 def test_a_process_that_ends_between_writing_and_renaming_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """It waits for no disk; one that is killed there leaves the same files."""
     ended = subprocess.run(
-        [sys.executable, "-c", HELD_UP, str(tmp_path)], capture_output=True, timeout=60, check=False, cwd=Path.cwd()
+        [sys.executable, "-c", HELD_UP, str(tmp_path)], capture_output=True, timeout=240, check=False, cwd=Path.cwd()
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
     assert [path.name.rpartition("-")[0] for path in tmp_path.glob(".step-*")] == [".step-00000002-g0"]

@@ -75,7 +75,7 @@ class House:
 
     def run(self, *words: str) -> str:
         done = subprocess.run(
-            self._command(*words), env=self._environment(), capture_output=True, text=True, timeout=60, check=False
+            self._command(*words), env=self._environment(), capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -104,7 +104,7 @@ def test_a_failing_rank_fails_the_command(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     command = [str(EXAMPLES / "openmpi.sh"), "job.yaml", "--set", "parallel.strategy=pipeline", "--set", "batch_size=0"]
     result = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 2
     assert "batch_size: 0 must be greater than or equal to 1" in result.stderr

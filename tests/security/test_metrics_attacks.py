@@ -33,7 +33,7 @@ def port() -> Iterator[int]:
 
 def answer(port: int, request: bytes, reset: bool = False) -> bytes:
     """Send a request and return what comes back; with `reset`, go away without reading it."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=80) as client:
         if reset:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.sendall(request)

@@ -85,7 +85,7 @@ def test_hundreds_of_connections_leave_nothing_behind(link: Link) -> None:
     many_files()
     strangers = []
     for number in range(800):
-        strangers.append(socket.create_connection((LOCAL, link.port), timeout=20))
+        strangers.append(socket.create_connection((LOCAL, link.port), timeout=80))
         if number % 200 == 199:
             link.check()
             assert ask(link, Target(own_address(0), 1, False).to_bytes()) == [TunnelAnswer.NOBODY]
@@ -112,7 +112,7 @@ def ask(link: Link, content: bytes) -> list[int]:
 
 def secured(link: Link) -> ssl.SSLSocket:
     """A connection of somebody with the token."""
-    return client_context(TOKEN).wrap_socket(socket.create_connection((LOCAL, link.port), timeout=20))
+    return client_context(TOKEN).wrap_socket(socket.create_connection((LOCAL, link.port), timeout=80))
 
 
 def own_machine() -> str:

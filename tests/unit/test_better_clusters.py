@@ -12,8 +12,9 @@ from horizonml.job.jobfile import parse
 from horizonml.planner.choose import choose
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.strategies import problem_for
+from tests.programs import NIGHTLY
 
-SEEDS, EACH = 300, 25
+SEEDS, EACH = 300 if NIGHTLY else 24, 6
 # What is preferred (exactness, the usual schedule, all devices) may cost 2% of a step, one thing beside another, and
 # local steps synchronise as often as costs 5%.
 MOST = 1.05
