@@ -198,7 +198,7 @@ def reference(home: Path, job: str) -> dict[str, Tensor]:
     return REFERENCES[job]
 
 
-@pytest.mark.parametrize("number", range(200 if NIGHTLY else 50))
+@pytest.mark.parametrize("number", range(200 if NIGHTLY else 30))
 def test_after_any_sequence_of_losses_the_result_is_that_of_a_run_without_faults(home: Path, number: int) -> None:
     job, world, deaths = drawn(number)
     expected = reference(home, job)

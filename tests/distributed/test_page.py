@@ -248,8 +248,8 @@ def test_the_page_says_when_nothing_is_there_yet_and_goes_on_by_itself(
         assert "pi" in page.inner_text("#lobby")
         shutil.copytree(trained, folder)
         page.wait_for_selector("#loss path.line")
-        assert page.inner_text("#state") == "finished"
-        assert not page.is_visible("#notice")
+        page.wait_for_selector("#state:has-text('finished')")  # files are copied one after the other
+        page.wait_for_selector("#notice", state="hidden")
         assert page.evaluate("getComputedStyle(document.querySelector('.pulse')).display") == "none"
         append(folder / "rank-1.jsonl", "\x00rubbish\n")
         page.wait_for_selector("#notice:has-text('1 line of the records is damaged')")

@@ -123,8 +123,8 @@ def test_a_device_in_another_house_joins_by_a_code_and_both_train_to_the_accurac
         assert host.process.poll() is None, host.text
         time.sleep(0.1)
     print(f"{time.monotonic() - began:.1f} s from `join` to the first step")
-    assert host.ends(240) == 0, host.text
-    assert joiner.ends(60) == 0, joiner.text
+    assert host.ends(900) == 0, host.text
+    assert joiner.ends() == 0, joiner.text
     assert one.records(0, "run")[0]["world_size"] == 2
     assert one.records(0, "evaluation")[-1]["accuracy"] >= 0.97
     assert "Traceback" not in host.text + joiner.text + relay.text

@@ -41,7 +41,7 @@ class Output:
     def text(self) -> str:
         return "".join(self.lines)
 
-    def says(self, words: str, seconds: float = 60.0) -> None:
+    def says(self, words: str, seconds: float = 300.0) -> None:
         """Wait until it has said these words."""
         deadline = time.monotonic() + seconds
         while words not in self.text:
@@ -53,7 +53,7 @@ class Output:
         self._thread.join(5)
         return self.text
 
-    def ends(self, seconds: float = 60.0) -> int:
+    def ends(self, seconds: float = 300.0) -> int:
         """Wait for its end, and return its exit code."""
         try:
             code = self.process.wait(seconds)
@@ -114,7 +114,7 @@ def test_devices_with_nothing_but_a_token_train_together_and_one_leaves_and_one_
     found = re.search(r"this device is rank (5|[1-4])(; the run began with 5 devices| of 5)", joiners[-1].text)
     assert found is not None, joiners[-1].text
 
-    assert host.ends(300) == 0, host.text
+    assert host.ends(900) == 0, host.text
     codes = [joiner.ends() for joiner in joiners]
     assert codes == [0] * 5, "\n\n".join(joiner.text for joiner in joiners)
     assert all("digits is trained to the end; the result is on device-0" in joiner.text for joiner in joiners[1:])
