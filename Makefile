@@ -45,7 +45,7 @@ PYTEST = "$(BIN)/python" -m pytest --numprocesses 4 --dist loadfile --no-loadsco
 PORTABLE = $(addprefix tests/,unit/test_tunnel.py unit/test_tunnel_process.py unit/test_join.py \
 	$(addprefix distributed/test_,tunnel.py training.py joining.py up.py)) # what also runs as on other systems
 
-.PHONY: help setup demo test test-slow unit lint format generate docs token images kind-up kind-down e2e bench bench-long \
+.PHONY: help setup demo test test-slow test-portable unit lint format generate docs token images kind-up kind-down e2e bench bench-long \
 	bench-smoke hetero footprint helm horovod horovod-tensorflow test-gpu test-launchers soak clean
 
 help: ## Show this list
@@ -73,8 +73,10 @@ test: setup ## Test on this machine, with real ranks, in a few minutes
 	@$(PYTEST) -m "not slow"
 
 test-slow: setup ## Run the tests that take long: faults, slow links, benches, docs (HORIZONML_NIGHTLY=1: more of them)
-	@$(PYTEST) -m slow
-	@HORIZONML_PORTABLE=1 $(PYTEST) -m "$(if $(HORIZONML_NIGHTLY),,not slow)" $(PORTABLE)
+	@$(PYTEST) -m "slow $(if $(HORIZONML_NIGHTLY),,and not nightly)"
+
+test-portable: setup ## Test as on systems without Linux's lists of sockets what also runs there
+	@HORIZONML_PORTABLE=1 $(PYTEST) -m "" $(PORTABLE)
 
 ##@ Develop
 unit: setup ## Run the fast tests, without ranks
