@@ -172,11 +172,11 @@ def sweep_plans(problem: Problem) -> dict[str, Plan]:
     return plans
 
 
-def compare(out: Path, rounds: int, links: Sequence[str], most: int) -> list[Row]:
+def compare(out: Path, rounds: int, links: Sequence[str], most: int, job: Job) -> list[Row]:
     """The example: three ways of training on links of 100 to 20 Mbit/s."""
     with EmulatedCluster(out) as cluster:
         label = "mixed" if len(set(links)) > 1 else links[0]
-        trial = Trial(cluster, out, label, links, base_job(), most)
+        trial = Trial(cluster, out, label, links, job, most)
         ways = {
             "auto, exact": best_exact(trial.problem),
             "equal split": best_equal_split(trial.problem),
@@ -186,28 +186,28 @@ def compare(out: Path, rounds: int, links: Sequence[str], most: int) -> list[Row
         _interleave(trial, ways, rounds, alone)
     run = load_run("auto", out / "runs" / f"{label}-auto")
     all_links = [*links, *[links[-1]] * WORKERS][:WORKERS]
-    draw(list(trial.rows.values()), run, all_links, base_job(), out / "compare.png")
+    draw(list(trial.rows.values()), run, all_links, job, out / "compare.png")
     return list(trial.rows.values())
 
 
-def sweep(out: Path, rounds: int, links: Sequence[str], most: int) -> list[Row]:
+def sweep(out: Path, rounds: int, links: Sequence[str], most: int, job: Job) -> list[Row]:
     """Every kind of plan, at several speeds of all links."""
     rows: list[Row] = []
     with EmulatedCluster(out) as cluster:
         for label in dict.fromkeys(links):
-            trial = Trial(cluster, out, label, [label] * WORKERS, base_job(), most)
+            trial = Trial(cluster, out, label, [label] * WORKERS, job, most)
             _interleave(trial, sweep_plans(trial.problem), rounds)
             rows += trial.rows.values()
             _save(out / "sweep.json", rows)
     return rows
 
 
-def compression(out: Path, rounds: int, links: Sequence[str], most: int) -> list[Row]:
+def compression(out: Path, rounds: int, links: Sequence[str], most: int, job: Job) -> list[Row]:
     """The best exact plan with each format on all links, and ddp with each way of summing."""
     rows: list[Row] = []
     with EmulatedCluster(out) as cluster:
         for label in dict.fromkeys(links):
-            trial = Trial(cluster, out, f"c{label}", [label] * WORKERS, base_job(), most)
+            trial = Trial(cluster, out, f"c{label}", [label] * WORKERS, job, most)
             exact = best_exact(trial.problem)
             for _ in range(rounds):
                 for send in _FORMATS:
@@ -336,7 +336,7 @@ def _save(path: Path, rows: Sequence[Row]) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds: dict[str, tuple[Callable[[Path, int, Sequence[str], int], list[Row]], Sequence[str]]] = {
+    kinds: dict[str, tuple[Callable[[Path, int, Sequence[str], int, Job], list[Row]], Sequence[str]]] = {
         "compare": (compare, LINKS),
         "sweep": (sweep, ("100mbit", "20mbit")),
         "compression": (compression, ("100mbit", "50mbit", "20mbit")),
@@ -345,11 +345,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="how often to measure everything, in turns")
     parser.add_argument("--links", nargs="+", help="rates; of each worker for compare, else one after the other")
     parser.add_argument("--steps", type=int, default=22, help="how many to take at most in a run")
+    parser.add_argument("--batch-size", type=int, help="samples of a step, if not those of examples/hetero/job.yaml")
     parser.add_argument("--out", type=Path, default=Path("runs/hetero"), help="folder for records and results")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     function, links = kinds[arguments.what]
-    rows = function(arguments.out, arguments.rounds, arguments.links or links, arguments.steps)
+    job = changed(base_job(), {"batch_size": arguments.batch_size} if arguments.batch_size else {})
+    rows = function(arguments.out, arguments.rounds, arguments.links or links, arguments.steps, job)
     _save(arguments.out / f"{arguments.what}.json", rows)
     show(rows)
 

@@ -14,7 +14,7 @@ from tests.e2e.tools import run
 def test_the_automatic_plan_beats_the_others_on_unequal_devices(
     image: None, compose: list[str], tmp_path: Path
 ) -> None:
-    arguments = ("--links", "100mbit", "50mbit", "--steps", "3", "--out", str(tmp_path))
+    arguments = ("--links", "100mbit", "50mbit", "--steps", "3", "--batch-size", "128", "--out", str(tmp_path))
     environment = {"COMPOSE": shlex.join(compose)}
     out = run(sys.executable, "-m", "benchmarks.hetero", "compare", *arguments, timeout=1500, env=environment)
     rows = {row["name"]: row for row in json.loads((tmp_path / "compare.json").read_text())}
