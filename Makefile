@@ -133,8 +133,8 @@ kind-up: images ## Make a Kubernetes cluster on this machine, with the image and
 kind-down: ## Delete that cluster
 	$(KIND) delete cluster --name $(KIND_CLUSTER)
 
-e2e: setup ## Test in real containers and real Kubernetes (needs Docker; see tests/e2e)
-	@"$(BIN)/python" -m pytest tests/e2e
+e2e: setup ## Test in real containers and real Kubernetes (needs Docker; HORIZONML_NIGHTLY=1: all of it)
+	@"$(BIN)/python" -m pytest tests/e2e -m "$(if $(HORIZONML_NIGHTLY),,not nightly)"
 
 ##@ Measure
 bench: setup ## Measure everything in short, under 12 minutes, and write runs/bench/report.html

@@ -8,9 +8,12 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.tools import run
 
 
+@pytest.mark.nightly
 def test_the_automatic_plan_beats_the_others_on_unequal_devices(
     image: None, compose: list[str], tmp_path: Path
 ) -> None:
