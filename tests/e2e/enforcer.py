@@ -6,6 +6,7 @@ Where the plugin does, this changes nothing: both allow the same.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -36,8 +37,9 @@ class Enforcer:
         self._done = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="policies")
         self._rules: list[str] | None = None  # as the nodes have them
-        networks = ("network", "inspect", "kind", "--format", "{{range .IPAM.Config}}{{.Gateway}} {{end}}")
-        self._gateways = [address for address in cluster.docker(*networks).split() if ":" not in address]
+        # Docker does not always name the gateway of a network, so a node is asked for its own.
+        routes = cluster.docker("exec", cluster.nodes()[0], "ip", "-4", "route", "show", "default")
+        self._gateways = re.findall(r"^default via (\S+)", routes, re.M)
 
     def __enter__(self) -> Enforcer:
         self._apply()
