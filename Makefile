@@ -72,8 +72,8 @@ demo: setup ## Plan for unequal devices, and compare five emulated ones with one
 test: setup ## Test on this machine, with real ranks, in a few minutes
 	@$(PYTEST) -m "not slow"
 
-test-slow: setup ## Run the tests that take long: faults, slow links, benches, docs (HORIZONML_NIGHTLY=1: more of them)
-	@$(PYTEST) -m "slow $(if $(HORIZONML_NIGHTLY),,and not nightly)"
+test-slow: setup ## Run the tests that take long: faults, slow links, benches, docs (LONG=1: the longest, too)
+	@$(PYTEST) -m "slow $(if $(LONG),,and not longest)"
 
 test-portable: setup ## Test as on systems without Linux's lists of sockets what also runs there
 	@HORIZONML_PORTABLE=1 $(PYTEST) -m "" $(PORTABLE)
@@ -133,8 +133,8 @@ kind-up: images ## Make a Kubernetes cluster on this machine, with the image and
 kind-down: ## Delete that cluster
 	$(KIND) delete cluster --name $(KIND_CLUSTER)
 
-e2e: setup ## Test in real containers and real Kubernetes (needs Docker; HORIZONML_NIGHTLY=1: all of it)
-	@"$(BIN)/python" -m pytest tests/e2e -m "$(if $(HORIZONML_NIGHTLY),,not nightly)"
+e2e: setup ## Test in real containers and real Kubernetes (needs Docker; LONG=1: the longest, too)
+	@"$(BIN)/python" -m pytest tests/e2e -m "$(if $(LONG),,not longest)"
 
 ##@ Measure
 bench: setup ## Measure everything in short, under 12 minutes, and write runs/bench/report.html

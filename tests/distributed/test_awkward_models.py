@@ -167,6 +167,7 @@ def wrong(row: Row, found: list[Trained]) -> str | None:
     ],
     ids=str,
 )
+@pytest.mark.longest
 def test_what_the_author_wrote_is_what_trains(pool: Pool, kinds: list[str]) -> None:
     problems: dict[str, str | None] = {}
     cut: list[tuple[Row, Cutting]] = []

@@ -86,6 +86,7 @@ def rank_of_two_groups(rank: int, port: int, name: str, kind: str, pipe: Connect
     ("kind", "rounds"),
     [("ddp", 3), ("hybrid", 3), *(pytest.param(kind, 20, marks=pytest.mark.slow) for kind in ("ddp", "hybrid"))],
 )
+@pytest.mark.longest
 def test_no_survivor_waits_for_a_time_out_whenever_a_rank_is_killed(kind: str, rounds: int) -> None:
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")

@@ -25,6 +25,7 @@ checkpoint: {every_steps: 100}
 """
 
 
+@pytest.mark.longest
 def test_a_device_that_is_left_out_trains_when_the_one_that_worked_is_lost(tmp_path: Path) -> None:
     """One device alone trains this small network faster than three with links of 20 Mbit/s."""
     need_networks()

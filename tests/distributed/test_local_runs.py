@@ -35,7 +35,7 @@ def records(folder: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
     return [record for record in lines if record["kind"] == kind]
 
 
-@pytest.mark.nightly
+@pytest.mark.longest
 def test_digits_reach_the_accuracy_of_ddp_with_a_hundredth_of_the_bytes(folder: Path) -> None:
     job = (
         (Path(__file__).resolve().parents[2] / "jobs" / "digits.yaml")

@@ -69,6 +69,7 @@ def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.longest
 def test_a_gpt_that_exceeds_the_memory_of_one_rank_trains_on_three(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     job = parse(JOB, "job")

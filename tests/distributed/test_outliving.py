@@ -110,6 +110,7 @@ def next_release(folder: Path) -> Path:
     return package
 
 
+@pytest.mark.longest
 def test_ranks_and_their_service_are_updated_to_another_release_one_by_one_while_they_train(
     folder: Path, free_port: int
 ) -> None:
@@ -172,6 +173,7 @@ def test_the_rank_of_up_is_killed_and_the_other_devices_go_on(tmp_path: Path) ->
         house.wait_for(lambda: all(house.size(device) == 3 for device in (1, 2)), "a group of three")
 
 
+@pytest.mark.longest
 def test_the_machine_of_up_is_unplugged_and_then_switched_off_and_devices_still_come(tmp_path: Path) -> None:
     need_networks()
     with House(5, tmp_path, train=3) as house:

@@ -115,6 +115,7 @@ optimizer: {lr: 0.01}
 """
 
 
+@pytest.mark.longest
 def test_a_device_that_slows_down_gets_less_to_do(
     folder: Path, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

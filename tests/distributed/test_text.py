@@ -14,7 +14,7 @@ from tests.distributed.processes import horizonml
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.nightly
+@pytest.mark.longest
 def test_a_small_gpt_learns_to_spell(tmp_path: Path) -> None:
     job = load(ready_jobs()["text"])
     done = horizonml(tmp_path, "train", "text", "--set", "epochs=3", HORIZONML_CACHE=str(tmp_path / "cache"))

@@ -68,6 +68,7 @@ def train(folder: Path, **access: str) -> tuple[dict[str, torch.Tensor], set[str
     return found, {address for address, _ in seen}, reachable
 
 
+@pytest.mark.longest
 def test_each_device_opens_its_two_ports_and_the_result_is_that_without_a_token(folder: Path) -> None:
     need_networks()
     expected, _, open_ports = train(folder / "insecure", HORIZONML_INSECURE="1")

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.tools import run
 
 
-@pytest.mark.nightly
+@pytest.mark.longest
 def test_the_automatic_plan_beats_the_others_on_unequal_devices(
     image: None, compose: list[str], tmp_path: Path
 ) -> None:

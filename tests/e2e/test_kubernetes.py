@@ -109,7 +109,7 @@ def test_mp_survives_a_deleted_pod_and_scales_while_it_trains(clean: Cluster, tm
     assert float(clean.metric(0, "horizonml_held_out_accuracy_ratio") or 1) >= 0.95
 
 
-@pytest.mark.nightly
+@pytest.mark.longest
 def test_six_jobs_in_one_namespace_do_not_notice_each_other(clean: Cluster) -> None:
     horizonml = commands(clean, "--namespace", NAMESPACE)
     jobs = {f"job-{number}": 2 + number % 2 for number in range(6)}
