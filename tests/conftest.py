@@ -13,7 +13,7 @@ import pytest
 import horizonml  # noqa: F401  (first: it says how OpenMP's threads wait, before torch loads them)
 
 _LEFT_OUT = pytest.StashKey[str]()
-_LONGEST = ("distributed/test_docs.py", "distributed/test_any_losses.py", "unit/test_better_clusters.py")
+_SHARED_OUT = ("distributed/test_docs.py", "distributed/test_any_losses.py", "unit/test_better_clusters.py")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # others run tests on the other cores
     import torch
@@ -43,7 +43,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFileOrTest(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return nodeid if "[" in nodeid and file.endswith(_LONGEST) else file
+            return nodeid if "[" in nodeid and file.endswith(_SHARED_OUT) else file
 
     return ByFileOrTest(config, log) if config.getvalue("dist") == "loadfile" else None
 
