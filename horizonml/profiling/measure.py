@@ -33,7 +33,7 @@ from horizonml.state.spec import Sgd
 from horizonml.text import human_seconds
 
 _FORMAT, _KIND = 10, "profiles"
-_SIZES = (4, 16, 64)
+_SIZES = (1, 4, 16, 64)  # one sample, too, as what a few samples take does not follow from what more of them take
 _REPEATS = 3
 _MOST_AGAIN = 3  # times that a layer is measured again while its times contradict one another
 _COUNTS = 0.01  # of all layers' time; those that take less are not measured again
@@ -126,7 +126,8 @@ def _full_key(
     model: Model, key: dict[str, object], batch_size: int, execution: Execution
 ) -> tuple[dict[str, object], tuple[int, ...]]:
     """Return all that a profile depends on, and the sizes of micro-batches that it has."""
-    sizes = tuple(size for size in _SIZES if size <= batch_size) or (max(2, batch_size),)
+    sizes = tuple(size for size in _SIZES if size <= batch_size)
+    sizes = sizes if len(sizes) > 1 else (1, max(2, batch_size))
     return {
         "format": _FORMAT,
         "device": computing().name,
@@ -157,16 +158,18 @@ def measure(model: Model, sizes: tuple[int, ...], execution: Execution = PLAIN) 
     forms: Sequence[Form] = ()
     found_runs: list[list[Runs]] = []
     entered: list[Sequence[Form]] = []
+    fewest: list[int] = []  # samples that a layer trains on
     layers: list[tuple[int, int, int]] = []
-    update, largest, least = 0.0, 0, 1
+    update, largest = 0.0, 0
     for index in range(len(model.chain)):
         module, run = _runnable(model, execution, index)
         boundary = model.chain.boundaries[index]
         times: list[Runs] = []
+        fewest.append(1 if _trains_on_one(module, boundary) else 2)
         for size in sizes:
-            runs, left = _runs(run, boundary, size, index > 0, forms)
+            runs, left = _runs(run, boundary, max(size, fewest[-1]), index > 0, forms)
             times.append(runs)
-            if size != sizes[-1] and min(map(sum, runs)) * len(model.chain) * _REPEATS * 4 > _BUDGET_SECONDS:
+            if size > 1 and min(map(sum, runs)) * len(model.chain) * _REPEATS * 4 > _BUDGET_SECONDS:
                 break
         found_runs.append(times)
         entered.append(forms)
@@ -174,14 +177,14 @@ def measure(model: Model, sizes: tuple[int, ...], execution: Execution = PLAIN) 
         trained = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
         if trained > largest:
             largest, update = trained, _update_seconds_per_byte(module)
-        least = least if _trains_on_one(module, boundary) else 2
         layers.append((size, trained, _saved_bytes(module, run, boundary, index > 0, forms)))
         forms = left
         del module, run
     # All layers must have the same sizes.
     known = min(len(times) for times in found_runs)
     for number, size in enumerate(sizes[:known]):
-        _settle(model, execution, size, [times[number] for times in found_runs], entered)
+        rows = [max(size, least) for least in fewest]
+        _settle(model, execution, rows, [times[number] for times in found_runs], entered)
     found = tuple(
         LayerProfile(
             model.chain.names[index],
@@ -205,7 +208,7 @@ def measure(model: Model, sizes: tuple[int, ...], execution: Execution = PLAIN) 
         found,
         codecs,
         transfer_seconds_per_byte=copying,
-        least_rows=least,
+        least_rows=max(fewest),
         execution=execution,
         codec_seconds_per_message=short,
     )
@@ -227,9 +230,9 @@ def settled(runs: Sequence[Runs]) -> tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def _settle(
-    model: Model, execution: Execution, size: int, runs: Sequence[Runs], entered: Sequence[Sequence[Form]]
+    model: Model, execution: Execution, rows: Sequence[int], runs: Sequence[Runs], entered: Sequence[Sequence[Form]]
 ) -> None:
-    """Measure the layers again, with so many samples, whose `runs` contradict one another, and add what that took."""
+    """Measure the layers again whose `runs`, on so many `rows`, contradict one another, and add what that took."""
     end = time.monotonic() + _BUDGET_SECONDS / 4
     for _ in range(_MOST_AGAIN):
         whole = sum(min(map(sum, own)) for own in runs)
@@ -238,7 +241,7 @@ def _settle(
             if kept.is_settled(totals) or max(totals) < _COUNTS * whole or time.monotonic() > end:
                 continue
             _, run = _runnable(model, execution, index)
-            own += _runs(run, model.chain.boundaries[index], size, index > 0, entered[index])[0]
+            own += _runs(run, model.chain.boundaries[index], rows[index], index > 0, entered[index])[0]
 
 
 def _runnable(model: Model, execution: Execution, index: int) -> tuple[nn.Module, Forward]:

@@ -95,6 +95,13 @@ def test_what_was_measured_is_used_until_the_user_asks_to_measure_again(
     assert cached_profile(model, KEY, 4, said.append) == again, "what was measured since then is used"
 
 
+def test_one_sample_is_measured_and_not_guessed_from_more_of_them(model: Model) -> None:
+    assert cached_profile(model, KEY, 20, lambda _: None).sizes == (1, 4, 16)
+    assert cached_profile(model, KEY, 2, lambda _: None).sizes == (1, 2)
+    tiny = build(ModelSpec(name="digits_cnn"), 0, 10, InputSpec.of((1, 4, 4)))  # whose last norms have one pixel
+    assert cached_profile(tiny, {"model": "tiny"}, 5, lambda _: None).least_rows == 2
+
+
 def test_a_run_that_is_faster_than_its_profile_says_has_it_measured_again(model: Model) -> None:
     said: list[str] = []
     true = cached_profile(model, KEY, 4, said.append)
@@ -104,7 +111,8 @@ def test_a_run_that_is_faster_than_its_profile_says_has_it_measured_again(model:
 
     def told(disturbed: bool, seconds: float) -> str | None:
         if disturbed:
-            slow = replace(true, layers=(replace(true.layers[0], forward=(0.0189,)), *true.layers[1:]))
+            first = replace(true.layers[0], forward=(0.0189,) * len(true.sizes))
+            slow = replace(true, layers=(first, *true.layers[1:]))
             path.write_text(json.dumps({**json.loads(path.read_text()), "profile": slow.to_json()}))
         return compare_with_run(model, KEY, 4, PLAIN, passes, seconds)
 
