@@ -7,8 +7,10 @@ about their times.
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
 
 import torch
@@ -46,6 +48,7 @@ _BUDGET_SECONDS = 20.0  # larger micro-batches are not measured if the next one 
 
 Form = tuple[torch.dtype, torch.memory_format]
 Runs = list[tuple[float, float]]  # the forward and backward seconds of each run
+Passes = tuple[tuple[float, ...], tuple[float, ...]]  # the forward and the backward seconds for each size
 
 
 def cached_profile(
@@ -152,14 +155,17 @@ def measure(model: Model, sizes: tuple[int, ...], execution: Execution = PLAIN) 
     """Return the profile of a model, from running every layer forward and backward, one layer in memory at a time.
 
     Times are medians of a few runs, without those that other programs disturb, and with gradients accumulated as in
-    training. A layer whose times contradict one another is measured again at the end, when that may be over. Each layer
-    gets its input as the layer before leaves it; the first layer also converts what enters the model.
+    training. A layer whose times contradict one another is measured again at the end, when that may be over. Layers
+    that do the same work get the median of their times: a search for plans would put the boundaries where measuring
+    happened to be too low. Each layer gets its input as the layer before leaves it; the first layer also converts what
+    enters the model.
     """
     forms: Sequence[Form] = ()
     found_runs: list[list[Runs]] = []
     entered: list[Sequence[Form]] = []
     fewest: list[int] = []  # samples that a layer trains on
     layers: list[tuple[int, int, int]] = []
+    kinds: list[Hashable] = []
     update, largest = 0.0, 0
     for index in range(len(model.chain)):
         module, run = _runnable(model, execution, index)
@@ -177,7 +183,11 @@ def measure(model: Model, sizes: tuple[int, ...], execution: Execution = PLAIN) 
         trained = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
         if trained > largest:
             largest, update = trained, _update_seconds_per_byte(module)
-        layers.append((size, trained, _saved_bytes(module, run, boundary, index > 0, forms)))
+        saved, operations = _saved_bytes(module, run, boundary, index > 0, forms)
+        layers.append((size, trained, saved))
+        shapes = tuple(parameter.shape for parameter in module.parameters())
+        kind = (tuple(forms), boundary, shapes, saved, operations, model.chain.boundaries[index + 1])
+        kinds.append(kind if operations else index)
         forms = left
         del module, run
     # All layers must have the same sizes.
@@ -185,10 +195,11 @@ def measure(model: Model, sizes: tuple[int, ...], execution: Execution = PLAIN) 
     for number, size in enumerate(sizes[:known]):
         rows = [max(size, least) for least in fewest]
         _settle(model, execution, rows, [times[number] for times in found_runs], entered)
+    seconds = alike([settled(times[:known]) for times in found_runs], kinds)
     found = tuple(
         LayerProfile(
             model.chain.names[index],
-            *settled(times[:known]),
+            *seconds[index],
             parameter_bytes=layers[index][0],
             trained_bytes=layers[index][1],
             saved_bytes=layers[index][2],
@@ -214,7 +225,7 @@ def measure(model: Model, sizes: tuple[int, ...], execution: Execution = PLAIN) 
     )
 
 
-def settled(runs: Sequence[Runs]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def settled(runs: Sequence[Runs]) -> Passes:
     """Return the forward and the backward seconds for each size, of which `runs` has all runs.
 
     Fewer samples never take longer than more: where it looks like that, the time for more samples stands for both,
@@ -227,6 +238,18 @@ def settled(runs: Sequence[Runs]) -> tuple[tuple[float, ...], tuple[float, ...]]
             times[place] = min(times[place], times[place + 1])
         passes.append(tuple(times))
     return passes[0], passes[1]
+
+
+def alike(seconds: Sequence[Passes], kinds: Sequence[Hashable]) -> list[Passes]:
+    """Return the forward and backward seconds of each layer, as the medians of all layers of its kind."""
+    members: dict[Hashable, list[Passes]] = {}
+    for own, kind in zip(seconds, kinds, strict=True):
+        members.setdefault(kind, []).append(own)
+
+    def median(which: int, kind: Hashable) -> tuple[float, ...]:
+        return tuple(map(statistics.median, zip(*(own[which] for own in members[kind]), strict=True)))
+
+    return [(median(0, kind), median(1, kind)) for kind in kinds]
 
 
 def _settle(
@@ -337,8 +360,11 @@ def _trains_on_one(module: torch.nn.Module, entry: Boundary) -> bool:
 
 def _saved_bytes(
     module: torch.nn.Module, run: Forward, entry: Boundary, needs_gradient: bool, forms: Sequence[Form]
-) -> int:
-    """Return the bytes per sample that autograd keeps from the forward to the backward pass, parameters excluded."""
+) -> tuple[int, Hashable]:
+    """Return the bytes per sample that autograd keeps from the forward to the backward pass, and what it will do then.
+
+    Parameters are not counted. Nothing is done in the backward pass of a layer in which nothing is trained.
+    """
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     shapes = {parameter.shape for parameter in module.parameters()}
     kept: dict[int, int] = {}
@@ -355,8 +381,19 @@ def _saved_bytes(
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         left: Values = flat(run(*entered))  # keeps saved tensors alive, and their addresses in use
     if not any(value.requires_grad for value in left):  # nothing before here is trained
-        return 0
-    return (sum(kept.values()) + sum(value.nbytes for value in left)) // samples
+        return 0, ()
+    return (sum(kept.values()) + sum(value.nbytes for value in left)) // samples, _operations(left)
+
+
+def _operations(left: Values) -> Hashable:
+    """Return how often each operation stands in the graph that leads to some values."""
+    waiting = [value.grad_fn for value in left if value.grad_fn is not None]
+    met = set(waiting)
+    while waiting:
+        after = {node for node, _ in waiting.pop().next_functions if node is not None} - met
+        met |= after
+        waiting += after
+    return frozenset(Counter(node.name() for node in met).items())
 
 
 def _update_seconds_per_byte(module: torch.nn.Module) -> float:

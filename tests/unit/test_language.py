@@ -19,6 +19,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.structure import Structure
 from horizonml.models.weights import untie
 from horizonml.models.zoo import build
+from horizonml.profiling.measure import alike, measure
 from horizonml.tasks.task import InputSpec, OutputSpec
 from tests import models, opaque_models
 from tests.chains import compare_with_model
@@ -226,3 +227,26 @@ def test_slices_by_modules_hold_only_what_is_theirs_and_repeat() -> None:
     for stage in stages:
         values = values_of(stage.eval()(*values))
     torch.testing.assert_close(values[0], whole, rtol=0, atol=0)
+
+
+def test_blocks_of_a_kind_are_given_the_same_time() -> None:
+    """Otherwise a search for plans would put boundaries where measuring happened to be too low."""
+    model = build(ModelSpec(name="gpt", options={"layers": 3, "heads": 2, "width": 16}), 0, LOGITS, TOKENS)
+    layers = measure(model, (1, 4)).layers
+    times = {layer.name: (layer.forward, layer.backward) for layer in layers}
+    blocks = [names for name in times if (names := name.split(".")) and names[0] == "blocks"]
+    attentions, networks = ([times[".".join(own)] for own in blocks if len(own) == size] for size in (2, 3))
+    assert len(attentions) == len(networks) == 3
+    assert len(set(attentions)) == len(set(networks)) == 1
+    assert attentions[0] != networks[0]
+    assert len({times[name] for name in ("tokens", "norm", "head")}) == 3
+
+
+def test_the_time_of_a_kind_is_the_median_of_its_layers() -> None:
+    one, other = ((1.0, 4.0), (2.0, 8.0)), ((3.0, 5.0), (2.0, 9.0))
+    assert alike([one, other, one, ((7.0, 7.0), (7.0, 7.0))], ["a", "a", "b", "a"]) == [
+        ((3.0, 5.0), (2.0, 8.0)),
+        ((3.0, 5.0), (2.0, 8.0)),
+        one,
+        ((3.0, 5.0), (2.0, 8.0)),
+    ]
