@@ -118,13 +118,13 @@ class Ahead(Sequence[Batch]):
         self,
         batches: Callable[[int], DataBatch],
         numbers: range,
-        needs: Callable[[int], NeededRows],
+        needs: Callable[[int, int], NeededRows],
         workers: Workers,
         info: DataInfo,
         prefetch: int,
         memory: int,
     ) -> None:
-        """`batches` returns the batch of a number of `numbers`, and `needs` the rows asked for of a batch of a size.
+        """`batches` returns the batch of a number of `numbers`, and `needs` the rows asked for of it, given its size.
 
         At most `prefetch` batches are loaded ahead of the one that was taken last, and at most `memory` bytes. Without
         workers, batches read their rows themselves.
@@ -133,7 +133,6 @@ class Ahead(Sequence[Batch]):
         self._prefetch, self._memory = prefetch if workers.count else 0, memory
         self._input_bytes, self._target_bytes = sample_bytes(info)
         self._planned: deque[tuple[int, LoadedBatch]] = deque()
-        self._cuts: dict[int, list[tuple[int, int, bool, bool]]] = {}
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -157,12 +156,12 @@ class Ahead(Sequence[Batch]):
         if not self._workers.count:
             source = self._batches(number)
             # Whole samples are read once for inputs and targets.
-            return self._plan(source) if isinstance(source.split, WholeSamples) else source
+            return self._plan(source, number) if isinstance(source.split, WholeSamples) else source
         while self._planned and self._planned[0][0] != number:
             self._planned.popleft()[1].drop()
         last = min(number + self._prefetch, self._numbers.stop - 1)
         next_ = self._planned[-1][0] + 1 if self._planned else number
-        self._planned.extend((one, self._plan(self._batches(one))) for one in range(next_, last + 1))
+        self._planned.extend((one, self._plan(self._batches(one), one)) for one in range(next_, last + 1))
         self._expect(number)
         (_, taken), *ahead = self._planned
         for chunk in taken.chunks:
@@ -176,12 +175,10 @@ class Ahead(Sequence[Batch]):
                 batch.begin(chunk)
         return taken
 
-    def _plan(self, source: DataBatch) -> LoadedBatch:
-        if source.size not in self._cuts:
-            self._cuts[source.size] = self._needs(source.size).chunks(self._workers.count)
+    def _plan(self, source: DataBatch, number: int) -> LoadedBatch:
         chunks = [
             _Chunk(start, stop, inputs, targets, (stop - start) * self._bytes(inputs, targets))
-            for start, stop, inputs, targets in self._cuts[source.size]
+            for start, stop, inputs, targets in self._needs(source.size, number).chunks(self._workers.count)
         ]
         return LoadedBatch(source, chunks, self._workers)
 

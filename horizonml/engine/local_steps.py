@@ -36,7 +36,7 @@ from horizonml.engine.verdict import UNCHANGED, TotalsSum, check_held_out
 from horizonml.errors import Diverged, PeerLost, PlanError
 from horizonml.machine.host import cpu_seconds
 from horizonml.plan.local import Local
-from horizonml.plan.plan import PLAIN, Execution, Plan
+from horizonml.plan.plan import PARTS_REPEAT, PLAIN, Execution, Plan
 from horizonml.state.follow import Following
 from horizonml.state.optim import OwnSteps, PreparedOuter
 from horizonml.state.train_state import TrainState
@@ -89,9 +89,8 @@ class LocalSession(Trainer):
         self._place = next(place for place, ranks in enumerate(plan.replicas) if group.rank in ranks)
         shares = plan.stages[0].shares
         self._shares = [share * len(shares) / sum(shares) for share in shares]  # relative to the mean
-        usual = -(-batch_size // len(shares))
         within = group.within(plan.replicas[self._place])
-        self._inner = Session(plan.replica(self._place), state, within, task, usual, execution)
+        self._inner = Session(plan.replica(self._place), state, within, task, -(-batch_size // len(shares)), execution)
         self.stages, self.clock = self._inner.stages, self._inner.clock
         group.barrier()
         self._totals = TotalsSum(group, task, self.stages, len(plan.stages) - 1)
@@ -276,7 +275,7 @@ class LocalSession(Trainer):
 
     def _train(self, batch: Batch, learning_rate: float, full: bool) -> list[StepResult]:
         """Take the local steps that are due with a global batch; before a `full` synchronisation, at least one."""
-        parts, number = self.plan.stages[0].parts(batch.size), self.state.step
+        parts, number = self._parts(batch.size, self.state.step), self.state.step
         parts = [part if number >= done else (0, 0) for part, done in zip(parts, self._done, strict=True)]
         updates = [self._local.updates(share, number - self._base) for share in self._shares]
         updates = [max(1, due) for due in updates] if full else updates
@@ -303,6 +302,10 @@ class LocalSession(Trainer):
             self._last = steps[-1].totals
         self._trained = number + 1
         return steps
+
+    def _parts(self, size: int, step: int | None) -> list[tuple[int, int]]:
+        """Return the replicas' parts of a batch; those that agree in every step have the same in each."""
+        return self.plan.stages[0].parts(size, step if self._local.every > 1 else None)
 
     def _begin_sum(self, number: int) -> None:
         """Begin to sum a fragment's outer gradients."""
@@ -403,22 +406,19 @@ class LocalSession(Trainer):
         check_held_out(self.group, self.state.step, totals.loss, float(found[0]))
         return totals
 
-    def needs(self, size: int, training: bool) -> NeededRows:
+    def needs(self, size: int, training: bool, step: int) -> NeededRows:
         """See `Session.needs`."""
-        first, end = self.plan.stages[0].parts(size)[self._place]
+        first, end = self._parts(size, step if training else None)[self._place]
         if first == end:
             return NeededRows()
-        found = self._inner.needs(end - first, training)
-        inputs, targets = (
-            [(first + low, first + high) for low, high in rows] for rows in (found.inputs, found.targets)
-        )
-        return NeededRows(inputs, targets)
+        found = self._inner.needs(end - first, training, step)
+        return NeededRows(*([(first + a, first + b) for a, b in rows] for rows in (found.inputs, found.targets)))
 
     def try_smallest(self, size: int) -> str | None:
         """See `Session.try_smallest`."""
-        first, end = self.plan.stages[0].parts(size)[self._place]
+        parts = [self._parts(size, step)[self._place] for step in range(PARTS_REPEAT)]
         pieces = max(1, math.ceil(self._shares[self._place] - 1e-9))
-        sizes = sorted({(end - first) // pieces, end - first} - {0})
+        sizes = sorted({(end - first) // among for first, end in parts for among in (1, pieces)} - {0})
         return next((why for rows in sizes if (why := self._inner.try_smallest(rows)) is not None), None)
 
     def close(self) -> None:

@@ -116,7 +116,7 @@ class Trainer(Protocol):
         full: bool = False,
     ) -> StepResult: ...
     def evaluate(self, batches: Sequence[Batch]) -> Totals: ...
-    def needs(self, size: int, training: bool) -> NeededRows: ...
+    def needs(self, size: int, training: bool, step: int) -> NeededRows: ...
     def try_smallest(self, size: int) -> str | None: ...
     def close(self) -> None: ...
 
@@ -360,8 +360,8 @@ class Session(Trainer):
             self._cuts[size] = {number: stage.cut(size, self._batch_size) for number, stage in self.stages.items()}
         return self._cuts[size]
 
-    def needs(self, size: int, training: bool) -> NeededRows:
-        """Return which rows of a batch of `size` this rank will ask for."""
+    def needs(self, size: int, training: bool, step: int) -> NeededRows:
+        """Return which rows of a batch of `size` this rank will ask for, in the step that follows `step` others."""
         cuts = self._cut(size)
         inputs, targets = (
             [(micro.start, micro.stop) for micro in cuts.get(number, ()) if micro.rows]

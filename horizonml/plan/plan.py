@@ -111,6 +111,10 @@ def facts_of(strategy: str) -> StrategyFacts:
 MOST_MICRO_BATCHES = 1 << 14
 
 
+NO_ROWS = 1e-9  # the share of a member that is left without samples
+PARTS_REPEAT = 64  # steps, after which members that take local steps have the same parts of batches again
+
+
 @dataclass(frozen=True)
 class Stage:
     """Describes consecutive layers, `start` to `stop - 1`, held by `ranks`.
@@ -133,21 +137,34 @@ class Stage:
         """Return whether the members split channels instead of samples."""
         return self.sync.splits_channels and len(self.ranks) > 1
 
-    def parts(self, things: int) -> list[tuple[int, int]]:
+    def parts(self, things: int, step: int | None = None) -> list[tuple[int, int]]:
         """Return each member's part `[first, end)` of `things` items, in the order of `ranks`.
 
         The parts are consecutive, cover everything, and follow the shares as closely as whole items allow. A member's
-        part may be empty.
+        part may be empty. With a `step`, they vary from step to step, so that they follow the shares on average: every
+        end is rounded down after adding the same number from 0 to 1, and these numbers are spread evenly.
         """
         total, ends, taken = sum(self.shares), [0], 0.0
+        added = None if step is None else (int(f"{step % PARTS_REPEAT:06b}"[::-1], 2) + 0.5) / PARTS_REPEAT
         for share in self.shares:
             taken += share
-            ends.append(round(things * taken / total))
+            end = things * taken / total
+            ends.append(round(end) if added is None else math.floor(end + added))
         return list(pairwise(ends))
 
     def rows(self, samples: int) -> list[tuple[int, int]]:
         """Return the rows `[first, end)` of a micro-batch that each member works on, in the order of `ranks`."""
         return [(0, samples)] * len(self.ranks) if self.splits_channels else self.parts(samples)
+
+    def mean_rows(self, samples: int) -> Sequence[tuple[float, float]]:
+        """Return such rows, or of members that take local steps what these are on average."""
+        if not self.sync.steps_alone:
+            return self.rows(samples)
+        total, ends, taken = sum(self.shares), [0.0], 0.0
+        for share in self.shares:
+            taken += share if share > NO_ROWS else 0.0
+            ends.append(samples * taken / total)
+        return list(pairwise(ends))
 
 
 @dataclass(frozen=True)

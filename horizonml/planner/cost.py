@@ -41,16 +41,16 @@ class LayerTimes:
         self._profiles = profiles
         self._alike = [first.setdefault(id(profile), rank) for rank, profile in enumerate(profiles)]
         # Tuples, as the garbage collector need not look at their numbers again and again.
-        self._known: dict[tuple[int, int], tuple[tuple[float, ...], tuple[float, ...]]] = {}
+        self._known: dict[tuple[int, float], tuple[tuple[float, ...], tuple[float, ...]]] = {}
 
-    def passes(self, rank: int, start: int, stop: int, rows: int) -> tuple[float, float]:
+    def passes(self, rank: int, start: int, stop: int, rows: float) -> tuple[float, float]:
         """Return the seconds of the forward and of the backward pass of layers `start` to `stop - 1`."""
         if rows == 0:
             return 0.0, 0.0
         forward, backward = self.sums(rank, rows)
         return forward[stop] - forward[start], backward[stop] - backward[start]
 
-    def sums(self, rank: int, rows: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def sums(self, rank: int, rows: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return the forward and backward seconds of the first 0, 1, ... layers for `rows` samples."""
         key = self._alike[rank], rows
         if key not in self._known:

@@ -65,7 +65,7 @@ class Evaluator:
         self._cut_by = LayerTimes([problem.profiles[0]] * problem.ranks) if one_profile else self.times
         self._judged: dict[Plan, Candidate] = {}
         self._stages: dict[tuple[int, int, tuple[int, ...], int], Stage] = {}
-        self._totals: dict[tuple[int, int], tuple[float, ...]] = {}
+        self._totals: dict[tuple[int, float], tuple[float, ...]] = {}
         self._rings: dict[tuple[int, ...], MeasuredLink] = {}
 
     def judge(self, plan: Plan) -> Candidate:
@@ -99,7 +99,7 @@ class Evaluator:
             self._rings[ranks] = slowest_link(self.problem, ranks)
         return self._rings[ranks]
 
-    def totals(self, rank: int, rows: int) -> tuple[float, ...]:
+    def totals(self, rank: int, rows: float) -> tuple[float, ...]:
         """Return the seconds of both passes of the first 0, 1, ... layers, given the rank's share of the cores."""
         if (rank, rows) not in self._totals:
             factor = self.problem.oversubscription[rank]
@@ -107,7 +107,7 @@ class Evaluator:
             self._totals[rank, rows] = tuple(factor * (forward + backward) for forward, backward in pairs)
         return self._totals[rank, rows]
 
-    def seconds(self, rank: int, start: int, stop: int, rows: int) -> float:
+    def seconds(self, rank: int, start: int, stop: int, rows: float) -> float:
         """Return the seconds of both passes of layers `start` to `stop - 1`, given the rank's share of the cores."""
         if rows == 0:
             return 0.0
@@ -116,8 +116,11 @@ class Evaluator:
 
     def slowest(self, stage: Stage, rows: int) -> float:
         """Return the seconds of both passes of the stage's slowest member, for a micro-batch of `rows` samples."""
-        members = zip(stage.ranks, stage.rows(rows), strict=True)
-        return max(self.seconds(rank, stage.start, stage.stop, end - first) for rank, (first, end) in members)
+        own, equal = [end - first for first, end in stage.mean_rows(rows)], rows / len(stage.ranks)
+        if stage.sync.steps_alone:
+            parts = zip(stage.ranks, own, strict=True)
+            return max(self.seconds(rank, stage.start, stage.stop, equal) * part / equal for rank, part in parts)
+        return max(self.seconds(rank, stage.start, stage.stop, n) for rank, n in zip(stage.ranks, own, strict=True))
 
     def stage(self, start: int, stop: int, ranks: Sequence[int], micro_batches: int) -> Stage:
         """Return a stage of `ranks`, in their order; free shares are chosen so that the members finish together."""

@@ -100,7 +100,7 @@ class Profile:
     codec_seconds_per_message: dict[str, _Seconds] = field(default_factory=dict)
     """The seconds to encode or decode a message for a link, however short it is, by format."""
 
-    def seconds(self, layer: int, rows: int) -> tuple[float, float]:
+    def seconds(self, layer: int, rows: float) -> tuple[float, float]:
         """Return the forward and backward seconds of a layer for `rows` samples, interpolated between sizes."""
         found = self.layers[layer]
         return _interpolate(self.sizes, found.forward, rows), _interpolate(self.sizes, found.backward, rows)
@@ -147,7 +147,7 @@ def _profiles() -> TypeAdapter[Profile]:
     return TypeAdapter(Profile)
 
 
-def _interpolate(sizes: Sequence[int], times: Sequence[float], rows: int) -> float:
+def _interpolate(sizes: Sequence[int], times: Sequence[float], rows: float) -> float:
     """Return the seconds for `rows`, by piecewise linear interpolation.
 
     Beyond the largest size they are in proportion to it; below the smallest they follow the first piece.

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.plan import NO_ROWS, Plan, Stage
 from horizonml.plan.syncs import Sync
 from horizonml.planner.cost import fastest_format, gentlest
 from horizonml.planner.evaluator import Candidate, Evaluator, improve
@@ -24,7 +24,6 @@ _MANY_REPLICAS = 64  # ranks, above which few plans are tried
 _MOST_JUDGED = (24, 4)  # plans that are simulated, with up to that many ranks and with more
 _MOST_MOVES = 60
 _ROUNDS = 3  # of cutting by shares, and sharing by cuts
-_NO_ROWS = 1e-9  # the share of a replica that is left without samples
 
 Groups = list[list[int]]  # the ranks of each replica, in the order of its stages
 
@@ -104,14 +103,13 @@ def _plan(evaluator: Evaluator, groups: Groups, micro_batches: int, cuts: Sequen
         if own is None:
             return None
         bounds = list(itertools.pairwise([0, *own, problem.layers]))
-        typical = [max(1, round(rows * share / sum(shares))) for share in shares]
-        slowest = [
-            max(evaluator.seconds(rank, *bound, each) for rank, bound in zip(group, bounds, strict=True)) / each
-            for group, each in zip(groups, typical, strict=True)
+        slowest = [  # of an equal part, which each replica computes on at a time
+            max(evaluator.seconds(rank, *bound, rows / len(groups)) for rank, bound in zip(group, bounds, strict=True))
+            for group in groups
         ]
         shares = tuple(1 / max(seconds, 1e-12) for seconds in slowest)
     made = [
-        Stage(*bound, ranks, _whole_rows(problem.profiles[0].least_rows, rows, shares), Sync.LOCAL)
+        Stage(*bound, ranks, _rows(problem.profiles[0].least_rows, rows, shares), Sync.LOCAL)
         for bound, ranks in zip(bounds, stages, strict=True)
     ]
     for number, (stage, after) in enumerate(itertools.pairwise(made)):
@@ -126,11 +124,15 @@ def _format(evaluator: Evaluator, stage: Stage, after: Stage) -> str:
     return fastest_format(evaluator.problem, *min(pairs, key=lambda pair: network.between(*pair).bandwidth))
 
 
-def _whole_rows(least: int, rows: int, shares: Sequence[float]) -> tuple[float, ...]:
-    """Return shares that give each replica whole rows of a micro-batch, so that the last one ends as early as it can.
+def _rows(least: int, rows: int, shares: Sequence[float]) -> tuple[float, ...]:
+    """Return shares that give each replica rows of a micro-batch, so that the last one ends as early as it can.
 
-    A replica has none, or at least so many; `shares` are proportional to the replicas' speeds.
+    These are rows on average, so they need not be whole. A replica has none, or at least so many in each step; if the
+    slowest would have fewer, all have whole rows. `shares` are proportional to the replicas' speeds.
     """
+    mean = tuple(round(rows * share / sum(shares), 2) for share in shares)
+    if min(mean) >= least:
+        return mean
     own = [math.floor(rows * share / sum(shares)) for share in shares]
     whole = [count if count >= least else 0 for count in own]
     while (left := rows - sum(whole)) > 0:
@@ -138,7 +140,7 @@ def _whole_rows(least: int, rows: int, shares: Sequence[float]) -> tuple[float, 
         places = [place for place, step in enumerate(more) if step <= left] or range(len(whole))
         first = min(places, key=lambda place: (whole[place] + more[place]) / shares[place])
         whole[first] += more[first]
-    return tuple(float(count) if count else _NO_ROWS for count in whole)
+    return tuple(float(count) if count else NO_ROWS for count in whole)
 
 
 def _cuts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from horizonml.plan.plan import Plan, Stage
@@ -27,7 +27,7 @@ class SimulatedTask:
 
 
 Costs = tuple[float, int, int, tuple[tuple[int, float], ...]]  # all fields of a task except its action
-_Rows = list[tuple[int, int]]  # of each member of a stage
+_Rows = Sequence[tuple[float, float]]  # of each member of a stage
 
 
 class TaskMaker:
@@ -37,7 +37,7 @@ class TaskMaker:
         """Prepare the tasks of a plan; `times` are those of the problem's profiles."""
         self._problem, self._plan, self._times = problem, plan, times
         self.sizes = plan.micro_sizes(problem.batch_size, problem.batch_size)
-        self._rows = [{size: stage.rows(size) for size in set(self.sizes)} for stage in plan.stages]
+        self._rows = [{size: stage.mean_rows(size) for size in set(self.sizes)} for stage in plan.stages]
         lists = {held: plan.actions(rank, len(self.sizes)) for rank, held in self._ranks()}
         self.actions = {rank: lists[held] for rank, held in self._ranks()}
 
@@ -88,9 +88,11 @@ class TaskMaker:
             return
         profile = self._problem.profiles[rank]
         share = stage.shares[member] / sum(stage.shares) if stage.splits_channels else 1.0
-        forward, backward = (
-            share * seconds for seconds in self._times.passes(rank, stage.start, stage.stop, end - first)
-        )
+        rows = end - first
+        if stage.sync.steps_alone:  # a member computes on an equal part of a batch at a time, as often as is its share
+            rows = size / len(stage.ranks)
+            share = (end - first) / rows
+        forward, backward = (share * seconds for seconds in self._times.passes(rank, stage.start, stage.stop, rows))
         before, after = (self._peers(number + step, size, (first, end)) for step in (-1, 1))
         forward_coding = backward_coding = 0.0
         for place, peers, sender in ((stage.start, before, number - 1), (stage.stop, after, number)):
@@ -101,7 +103,7 @@ class TaskMaker:
             rows = sum(count for peer, count in peers if peer != rank)  # what a rank sends to itself costs nothing
             if rows:
                 messages = sum(peer != rank for peer, _ in peers)
-                far = 0
+                far = 0.0
                 if profile.crossing_seconds_per_byte:
                     far = sum(count for peer, count in peers if self._problem.apart(peer, rank))
                 size_out, size_back = layer.output_bytes, layer.gradients
@@ -125,14 +127,14 @@ class TaskMaker:
         yield Kind.BACKWARD_INPUT, (backward - weight + backward_coding, returned, number - 1, back)
         yield Kind.BACKWARD_WEIGHT, (weight, 0, -1, ())
 
-    def _peers(self, other: int, size: int, own: tuple[int, int]) -> list[tuple[int, int]]:
+    def _peers(self, other: int, size: int, own: tuple[float, float]) -> list[tuple[int, float]]:
         """Return the ranks of stage `other` that share rows with a rank, and how many; empty if there is no stage."""
         if not 0 <= other < len(self._plan.stages):
             return []
         return _overlaps(own, self._rows[other][size], self._plan.stages[other])
 
 
-def _overlaps(own: tuple[int, int], rows: _Rows, stage: Stage) -> list[tuple[int, int]]:
+def _overlaps(own: tuple[float, float], rows: _Rows, stage: Stage) -> list[tuple[int, float]]:
     """Return the members of a stage with which a rank shares rows, and how many; `rows` are consecutive."""
     place = bisect.bisect_right(rows, own[0], key=lambda part: part[1])
     found = []

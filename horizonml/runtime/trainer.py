@@ -70,8 +70,8 @@ class Training:
     def _ahead(self, batches: Callable[[int], DataBatch], count: int, training: bool) -> Ahead:
         spec, session = self.job.data, self.session
 
-        def needs(size: int) -> NeededRows:
-            return session.needs(size, training)
+        def needs(size: int, number: int) -> NeededRows:
+            return session.needs(size, training, number)
 
         return Ahead(batches, range(count), needs, self.workers, self.data.info, spec.prefetch, spec.memory)
 

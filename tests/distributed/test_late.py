@@ -91,7 +91,7 @@ def test_a_late_update_joins_with_the_weight_of_its_samples(pool: Pool) -> None:
     case = Locally("three", ((1.0,) * 3,), local=Local(8, late=4), optimizer=PLAIN)
     model = model_of(case)
     start = {f"model/{name}": value for name, value in model.stage(0, len(model.chain)).state_dict().items()}
-    parts = [case.plan(len(model.chain)).stages[0].parts(RandomBatch(step).size) for step in range(SENT)]
+    parts = [case.plan(len(model.chain)).stages[0].parts(RandomBatch(step).size, step) for step in range(SENT)]
     counts = [sum(part[rank][1] - part[rank][0] for part in parts) for rank in range(3)]
     moved = [worked(case, start, [(step, part[rank]) for step, part in enumerate(parts)]) for rank in range(3)]
     agreed, _, _ = pool.run(3, ahead, case, 11)[0]

@@ -167,7 +167,7 @@ def test_the_outer_optimizer_is_nesterov_momentum_on_the_mean_of_the_changes(poo
         optimizer = torch.optim.SGD(stage.parameters(), lr=LR, weight_decay=1e-3)
         for step in steps:
             batch = RandomBatch(step)
-            start, stop = case.plan(len(model_of(case).chain)).stages[0].parts(batch.size)[place]
+            start, stop = case.plan(len(model_of(case).chain)).stages[0].parts(batch.size, step)[place]
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(stage(batch.inputs(start, stop)), batch.targets(start, stop))
             loss.backward()
@@ -181,7 +181,10 @@ def test_the_outer_optimizer_is_nesterov_momentum_on_the_mean_of_the_changes(poo
     optimizer = torch.optim.SGD(master, lr=0.7, momentum=0.9, nesterov=True)
     for steps in (range(2), range(2, 4)):
         sizes = [
-            [case.plan(len(model_of(case).chain)).stages[0].parts(RandomBatch(step).size)[place] for step in steps]
+            [
+                case.plan(len(model_of(case).chain)).stages[0].parts(RandomBatch(step).size, step)[place]
+                for step in steps
+            ]
             for place in range(2)
         ]
         rows = [sum(stop - start for start, stop in parts) for parts in sizes]
@@ -324,7 +327,7 @@ def test_a_lost_replica_costs_the_others_no_step(pool: Pool, steps: list[int], f
     moved, total = [], 0
     for rank in range(3):
         plans = [(step, before if step < steps[rank] else after) for step in range(4, 8)]
-        rows = [(step, stage.parts(RandomBatch(step).size)[rank]) for step, stage in plans]
+        rows = [(step, stage.parts(RandomBatch(step).size, step)[rank]) for step, stage in plans]
         count = sum(end - first for _, (first, end) in rows)
         moved.append((count, worked(case, agreed, rows)))
         total += count

@@ -37,7 +37,7 @@ def opened(**fields: Any) -> tuple[DataSpec, Data]:
 
 
 def ahead(
-    data: Data, workers: Workers, needs: Callable[[int], NeededRows], prefetch: int = 2, memory: int = 1 << 20
+    data: Data, workers: Workers, needs: Callable[[int, int], NeededRows], prefetch: int = 2, memory: int = 1 << 20
 ) -> Ahead:
     """Batches of 16 samples, the last of an epoch of one; three epochs."""
     sampler = Sampler(data.info.train, 16, seed=1)
@@ -48,7 +48,7 @@ def ahead(
     return Ahead(batch, range(3 * sampler.steps_per_epoch), needs, workers, data.info, prefetch, memory)
 
 
-def halves(size: int) -> NeededRows:
+def halves(size: int, _: int = 0) -> NeededRows:
     """The rows of a rank with both ends of the model, in two micro-batches."""
     ranges = [(start, stop) for start, stop in ((0, size // 2), (size // 2, size)) if stop > start]
     return NeededRows(ranges, ranges)
@@ -118,7 +118,7 @@ def test_each_sample_is_read_once_and_only_where_it_is_needed(tmp_path: Path) ->
         assert len(set(first_epoch)) == 49
         assert 49 <= len(first_epoch) <= 49 + 16  # and perhaps a batch of the next epoch
     workers = workers_for(spec, data, Path("unused"), True, False)
-    batches = ahead(data, workers, lambda size: NeededRows([(0, min(3, size))]), prefetch=3)
+    batches = ahead(data, workers, lambda size, _: NeededRows([(0, min(3, size))]), prefetch=3)
     marks.write_text("")
     batches.take(0)
     batches.take(1).inputs(0, 3)
@@ -138,7 +138,7 @@ def test_no_more_is_loaded_ahead_than_fits_and_is_asked_for() -> None:
     row = 4 * (5 + 2)
     workers = Threads(2)
     for prefetch, memory, expected in ((2, 1 << 20, 32), (1, 1 << 20, 16), (2, 20 * row, 16), (2, 0, 0)):
-        batches = ahead(data, workers, lambda size: NeededRows([(0, size)], [(0, size)]), prefetch, memory)
+        batches = ahead(data, workers, lambda size, _: NeededRows([(0, size)], [(0, size)]), prefetch, memory)
         batches.take(0)
         assert begun(batches) == expected
         taken = batches.take(1)

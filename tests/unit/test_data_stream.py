@@ -177,7 +177,7 @@ def test_shards_are_fetched_before_they_are_needed(server: tuple[str, list[str]]
     workers = Threads(2)
     ahead = Ahead(
         lambda number: data.batch(True, sampler.indices(0, number)), range(12),
-        lambda size: NeededRows([(0, size)]), workers, data.info, 1, 1 << 20,
+        lambda size, _: NeededRows([(0, size)]), workers, data.info, 1, 1 << 20,
     )  # fmt: skip
     asked.clear()
     ahead.take(0)

@@ -1,9 +1,10 @@
 import itertools
+import math
 
 import pytest
 
 from horizonml.errors import PlanError
-from horizonml.plan.plan import Plan, Route, Stage, routes
+from horizonml.plan.plan import PARTS_REPEAT, Plan, Route, Stage, routes
 
 
 def stage(*shares: float) -> Stage:
@@ -17,6 +18,18 @@ def test_rows_cover_a_micro_batch_in_order_and_follow_the_shares() -> None:
         assert rows[-1][1] == samples
         for (start, stop), share in zip(rows, shares, strict=True):
             assert abs((stop - start) - samples * share / sum(shares)) <= 1
+
+
+def test_parts_that_vary_from_step_to_step_follow_the_shares_on_average() -> None:
+    for things, shares in itertools.product((0, 2, 16, 65), ((3.0, 1.0), (5.37, 2.7, 2.7, 1.37, 1.37), (0.1,) * 7)):
+        steps = [stage(*shares).parts(things, step) for step in range(PARTS_REPEAT)]
+        assert all([0, *[stop for _, stop in parts]] == [*[start for start, _ in parts], things] for parts in steps)
+        for place, share in enumerate(shares):
+            wanted = things * share / sum(shares)
+            taken = [parts[place][1] - parts[place][0] for parts in steps]
+            assert {math.floor(wanted + 1e-9), math.ceil(wanted - 1e-9)} >= set(taken)
+            for count in (16, PARTS_REPEAT):
+                assert sum(taken[:count]) / count == pytest.approx(wanted, abs=2 / count)
 
 
 def test_micro_batches_of_full_and_small_batches() -> None:
