@@ -19,6 +19,7 @@ from horizonml.data.dataset import (
     DataInfo,
     Inputs,
     NeededRows,
+    Range,
     Rows,
     Tree,
     WholeSamples,
@@ -133,6 +134,7 @@ class Ahead(Sequence[Batch]):
         self._prefetch, self._memory = prefetch if workers.count else 0, memory
         self._input_bytes, self._target_bytes = sample_bytes(info)
         self._planned: deque[tuple[int, LoadedBatch]] = deque()
+        self._cuts: dict[tuple[tuple[Range, ...], ...], list[tuple[int, int, bool, bool]]] = {}  # by the rows asked for
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -176,9 +178,13 @@ class Ahead(Sequence[Batch]):
         return taken
 
     def _plan(self, source: DataBatch, number: int) -> LoadedBatch:
+        needed = self._needs(source.size, number)
+        key = tuple(needed.inputs), tuple(needed.targets)
+        if key not in self._cuts:
+            self._cuts[key] = needed.chunks(self._workers.count)
         chunks = [
             _Chunk(start, stop, inputs, targets, (stop - start) * self._bytes(inputs, targets))
-            for start, stop, inputs, targets in self._needs(source.size, number).chunks(self._workers.count)
+            for start, stop, inputs, targets in self._cuts[key]
         ]
         return LoadedBatch(source, chunks, self._workers)
 

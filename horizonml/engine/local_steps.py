@@ -87,8 +87,7 @@ class LocalSession(Trainer):
         self._local: Local = plan.local
         self._steps = steps
         self._place = next(place for place, ranks in enumerate(plan.replicas) if group.rank in ranks)
-        shares = plan.stages[0].shares
-        self._shares = [share * len(shares) / sum(shares) for share in shares]  # relative to the mean
+        shares = self._shares = plan.stages[0].paces  # relative to the mean
         within = group.within(plan.replicas[self._place])
         self._inner = Session(plan.replica(self._place), state, within, task, -(-batch_size // len(shares)), execution)
         self.stages, self.clock = self._inner.stages, self._inner.clock

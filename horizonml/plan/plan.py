@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from horizonml.errors import PlanError
@@ -111,7 +111,8 @@ def facts_of(strategy: str) -> StrategyFacts:
 MOST_MICRO_BATCHES = 1 << 14
 
 
-NO_ROWS = 1e-9  # the share of a member that is left without samples
+NO_ROWS = 1e-9  # the share, relative to the largest, of a member that is left without samples
+_ALMOST = 0.02
 PARTS_REPEAT = 64  # steps, after which members that take local steps have the same parts of batches again
 
 
@@ -119,10 +120,11 @@ PARTS_REPEAT = 64  # steps, after which members that take local steps have the s
 class Stage:
     """Describes consecutive layers, `start` to `stop - 1`, held by `ranks`.
 
-    `shares[i]` of the samples of every micro-batch go to `ranks[i]`, and each rank holds all the layers. Where `sync`
-    is CHANNELS, `ranks[i]` holds `shares[i]` of the layers' channels instead, and all samples go to all ranks. `send`
-    is the format (one of `FORMATS`) of activations on their way to the next stage, and of their gradients on the way
-    back. A rank may be a member of several stages.
+    `shares[i]` of the samples of every micro-batch go to `ranks[i]`, and each rank holds all the layers; members that
+    take local steps have such a part of each batch, on average. Where `sync` is CHANNELS, `ranks[i]` holds `shares[i]`
+    of the layers' channels instead, and all samples go to all ranks. `send` is the format (one of `FORMATS`) of
+    activations on their way to the next stage, and of their gradients on the way back. A rank may be a member of
+    several stages.
     """
 
     start: int
@@ -144,13 +146,24 @@ class Stage:
         part may be empty. With a `step`, they vary from step to step, so that they follow the shares on average: every
         end is rounded down after adding the same number from 0 to 1, and these numbers are spread evenly.
         """
-        total, ends, taken = sum(self.shares), [0], 0.0
-        added = None if step is None else (int(f"{step % PARTS_REPEAT:06b}"[::-1], 2) + 0.5) / PARTS_REPEAT
-        for share in self.shares:
-            taken += share
-            end = things * taken / total
-            ends.append(round(end) if added is None else math.floor(end + added))
-        return list(pairwise(ends))
+        ends = [things * taken / self._taken[-1] for taken in self._taken]
+        if step is None:
+            return list(pairwise(map(round, ends)))
+        added = (int(f"{step % PARTS_REPEAT:06b}"[::-1], 2) + 0.5) / PARTS_REPEAT
+        return list(pairwise(math.floor(end + added) for end in ends))
+
+    @property
+    def paces(self) -> list[float]:
+        """Return how many equal parts of a batch each member has; those of almost 1 are 1, as they update alike."""
+        parts = [(end - first) * len(self.ranks) / self._taken[-1] for first, end in pairwise(self._taken)]
+        return [1.0 if abs(part - 1) < _ALMOST else part for part in parts]
+
+    @functools.cached_property
+    def _taken(self) -> tuple[float, ...]:
+        """Return what the members before each one have together, in the unit of the shares, and what all have."""
+        # Added one by one, as `sum` is more precise since Python 3.12, and all ranks must agree.
+        least = NO_ROWS * max(self.shares)
+        return tuple(accumulate((share if share > least else 0.0 for share in self.shares), initial=0.0))
 
     def rows(self, samples: int) -> list[tuple[int, int]]:
         """Return the rows `[first, end)` of a micro-batch that each member works on, in the order of `ranks`."""
@@ -160,11 +173,7 @@ class Stage:
         """Return such rows, or of members that take local steps what these are on average."""
         if not self.sync.steps_alone:
             return self.rows(samples)
-        total, ends, taken = sum(self.shares), [0.0], 0.0
-        for share in self.shares:
-            taken += share if share > NO_ROWS else 0.0
-            ends.append(samples * taken / total)
-        return list(pairwise(ends))
+        return list(pairwise(samples * taken / self._taken[-1] for taken in self._taken))
 
 
 @dataclass(frozen=True)

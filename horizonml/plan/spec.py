@@ -44,7 +44,9 @@ class StageSpec(Spec):
 
     ranks: Annotated[list[int], Field(min_length=1)] = Field(description="The ranks that are members of the stage.")
     shares: list[float] | None = Field(
-        None, description="Share of every micro-batch for each member, in any unit (default: equal)."
+        None,
+        description="Share of every micro-batch for each member, in any unit (default: equal). With local steps, "
+        "members have their shares of batches on average, which need not be whole numbers of samples.",
     )
     split: Literal["samples", "channels"] = Field(
         "samples",

@@ -261,9 +261,9 @@ def memory_needed(problem: Problem, plan: Plan, lists: Mapping[int, Sequence[Act
         # Only what is trained has gradients, optimizer state, and a place in a bucket.
         copies = 1 + problem.optimizer_copies + copies_for_sync(plan, stage)
         trained = sum(layer.trained for layer in layers)
-        for rank, (first, end) in zip(stage.ranks, stage.rows(size), strict=True):
+        for rank, rows in zip(stage.ranks, most_rows(stage, size), strict=True):
             memory[rank] += parameters + trained * copies
-            kept[rank][number] = (end - first) * saved
+            kept[rank][number] = rows * saved
     held: dict[tuple[int, tuple[int, ...]], int] = {}
     loaded = _rows_loaded(problem, plan, size)
     for rank, actions in lists.items():
@@ -272,6 +272,17 @@ def memory_needed(problem: Problem, plan: Plan, lists: Mapping[int, Sequence[Act
             held[key] = most_bytes_held(actions, kept[rank])
         memory[rank] += held[key] + problem.loading.held(*(rows.get(rank, 0) for rows in loaded))
     return memory
+
+
+def most_rows(stage: Stage, size: int) -> list[int]:
+    """Return of how many rows of a micro-batch of `size` each member of a stage keeps activations at a time, at most.
+
+    A member that takes local steps collects rows until it has an equal part of a batch, or divides what it has more.
+    """
+    if not stage.sync.steps_alone:
+        return [end - first for first, end in stage.rows(size)]
+    parts = [pace * math.ceil(1 / pace) if 0 < pace < 1 else pace / max(1, math.floor(pace)) for pace in stage.paces]
+    return [math.ceil(part * size / len(stage.ranks)) for part in parts]
 
 
 def _rows_loaded(problem: Problem, plan: Plan, size: int) -> tuple[dict[int, int], dict[int, int]]:
@@ -327,7 +338,7 @@ class OuterCost:
     """Says what synchronisations add to a step on average, in seconds."""
 
     waiting: float  # for what outlasts the delay
-    processor: float  # for coding, and for sending and receiving
+    processor: float  # for coding, and for sending and receiving what does not outlast it
 
     @property
     def seconds(self) -> float:
@@ -393,16 +404,15 @@ def outer_cost(problem: Problem, plan: Plan, computing: float) -> OuterCost:
         ring = Ring(problem, stage.ranks)
         times = [ring.seconds(size) for size in parts]
         left = sum(max(0.0, seconds - most) for seconds in times)
-        moved = 4 * (count - 1) / count * whole * ratio
+        moved, hidden = 4 * (count - 1) / count * whole * ratio, 1 - left / max(sum(times), 1e-12)
         work = 0.0
         for rank in stage.ranks:
             profile = problem.profiles[rank]
             codings = Sync.INT4.codings if local.format != _SPARSE else 2 + count
             coding = codings * whole * profile.codec_seconds_per_byte.get(local.format, 0.0)
-            carried = moved * (profile.transfer_seconds_per_byte + profile.crossing_seconds_per_byte)
+            carried = hidden * moved * (profile.transfer_seconds_per_byte + profile.crossing_seconds_per_byte)
             work = max(work, (coding + carried) * problem.oversubscription[rank])
-        hidden = 1 - left / max(sum(times), 1e-12)
-        waiting, processor = max(waiting, left), max(processor, work * hidden)
+        waiting, processor = max(waiting, left), max(processor, work)
     return OuterCost(waiting / local.every, processor / local.every)
 
 

@@ -60,14 +60,14 @@ def rows(problem: Problem, found: Candidate, names: Sequence[str], layer_names: 
         first, last = layer_names[stage.start], layer_names[stage.stop - 1]
         layers = f"{stage.start}-{stage.stop - 1} ({first} .. {last})" if first != last else f"{stage.start} ({first})"
         sent = message_bytes(problem.profiles[0], stage.stop, stage.send)
-        for rank, (start, stop) in zip(stage.ranks, stage.rows(size), strict=True):
+        for rank, (start, stop) in zip(stage.ranks, stage.mean_rows(size), strict=True):
             is_last = number + 1 == len(plan.stages)
             table.append(
                 [
                     str(number),
                     layers,
                     str(rank) if names[rank] == f"rank {rank}" else f"{rank} ({names[rank]})",
-                    f"{stop - start} of {size}",
+                    f"{round(stop - start, 1):g} of {size}",
                     "-" if is_last else f"{human_bytes(sent * (stop - start))} {stage.send}",
                     f"{human_bytes(prediction.memory[rank])} of {human_bytes(problem.memory[rank])}",
                     f"{min(1.0, problem.oversubscription[rank] * prediction.busy[rank] / prediction.seconds):.0%}",
@@ -186,9 +186,9 @@ class _Table:
     def idle(self) -> Iterator[Reason]:
         """Yield the devices that have next to nothing to do."""
         size = max(self.plan.micro_sizes(self.problem.batch_size, self.problem.batch_size))
-        rows = dict.fromkeys((rank for stage in self.plan.stages for rank in stage.ranks), 0)
+        rows = dict.fromkeys((rank for stage in self.plan.stages for rank in stage.ranks), 0.0)
         for stage in self.plan.stages:
-            for rank, (first, end) in zip(stage.ranks, stage.rows(size), strict=True):
+            for rank, (first, end) in zip(stage.ranks, stage.mean_rows(size), strict=True):
                 rows[rank] += end - first
         idle = [rank for rank, own in rows.items() if not own or self.busy(rank) < _AS_GOOD_AS_NOTHING]
         if idle:

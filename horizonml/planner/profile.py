@@ -40,7 +40,10 @@ def _also(name: str, other: str) -> Any:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """Describes one layer; `forward[i]` and `backward[i]` are seconds for `Profile.sizes[i]` samples."""
+    """Describes one layer; `forward[i]` and `backward[i]` are seconds for `Profile.sizes[i]` samples.
+
+    Layers that cannot train on one sample have the seconds for two in its place.
+    """
 
     name: str
     forward: _Times

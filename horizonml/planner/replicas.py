@@ -15,7 +15,7 @@ from dataclasses import replace
 from horizonml.plan.plan import NO_ROWS, Plan, Stage
 from horizonml.plan.syncs import Sync
 from horizonml.planner.cost import fastest_format, gentlest
-from horizonml.planner.evaluator import Candidate, Evaluator, improve
+from horizonml.planner.evaluator import PREFERENCE, Candidate, Evaluator, improve
 from horizonml.planner.problem import Constraints, FixedStage
 from horizonml.planner.programme import Programme
 
@@ -108,8 +108,10 @@ def _plan(evaluator: Evaluator, groups: Groups, micro_batches: int, cuts: Sequen
             for group in groups
         ]
         shares = tuple(1 / max(seconds, 1e-12) for seconds in slowest)
+    asked = problem.constraints.local
+    is_varied = asked is None or asked.every > 1
     made = [
-        Stage(*bound, ranks, _rows(problem.profiles[0].least_rows, rows, shares), Sync.LOCAL)
+        Stage(*bound, ranks, _rows(problem.profiles[0].least_rows, rows, shares, is_varied), Sync.LOCAL)
         for bound, ranks in zip(bounds, stages, strict=True)
     ]
     for number, (stage, after) in enumerate(itertools.pairwise(made)):
@@ -124,15 +126,12 @@ def _format(evaluator: Evaluator, stage: Stage, after: Stage) -> str:
     return fastest_format(evaluator.problem, *min(pairs, key=lambda pair: network.between(*pair).bandwidth))
 
 
-def _rows(least: int, rows: int, shares: Sequence[float]) -> tuple[float, ...]:
+def _rows(least: int, rows: int, shares: Sequence[float], is_varied: bool) -> tuple[float, ...]:
     """Return shares that give each replica rows of a micro-batch, so that the last one ends as early as it can.
 
-    These are rows on average, so they need not be whole. A replica has none, or at least so many in each step; if the
-    slowest would have fewer, all have whole rows. `shares` are proportional to the replicas' speeds.
+    A replica has none, or at least so many; `shares` are proportional to the replicas' speeds. Rows need not be whole,
+    as they are those of a step on average, but they are unless that takes clearly longer, or `is_varied` is not set.
     """
-    mean = tuple(round(rows * share / sum(shares), 2) for share in shares)
-    if min(mean) >= least:
-        return mean
     own = [math.floor(rows * share / sum(shares)) for share in shares]
     whole = [count if count >= least else 0 for count in own]
     while (left := rows - sum(whole)) > 0:
@@ -140,6 +139,10 @@ def _rows(least: int, rows: int, shares: Sequence[float]) -> tuple[float, ...]:
         places = [place for place, step in enumerate(more) if step <= left] or range(len(whole))
         first = min(places, key=lambda place: (whole[place] + more[place]) / shares[place])
         whole[first] += more[first]
+    slowest = max(count / share for count, share in zip(whole, shares, strict=True)) * sum(shares) / rows
+    mean = [round(rows * share / sum(shares), 2) for share in shares]
+    if is_varied and slowest > 1 + PREFERENCE and min(mean) * rows >= least * sum(mean):
+        return tuple(mean)
     return tuple(float(count) if count else NO_ROWS for count in whole)
 
 

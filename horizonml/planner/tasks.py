@@ -13,6 +13,7 @@ from horizonml.planner.problem import Problem
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 LAST_PASSES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # after these, a micro-batch's gradients are complete
+_DUST = 1e-6  # rows that only rounding makes of two stages' average parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def _overlaps(own: tuple[float, float], rows: _Rows, stage: Stage) -> list[tuple
     found = []
     while place < len(rows) and rows[place][0] < own[1]:
         shared = min(own[1], rows[place][1]) - max(own[0], rows[place][0])
-        if shared > 0:
+        if shared > _DUST:
             found.append((stage.ranks[place], shared))
         place += 1
     return found

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict
 
 import torch
@@ -386,14 +386,23 @@ def _saved_bytes(
 
 
 def _operations(left: Values) -> Hashable:
-    """Return how often each operation stands in the graph that leads to some values."""
+    """Return how often each operation, with its settings, stands in the graph that leads to some values."""
     waiting = [value.grad_fn for value in left if value.grad_fn is not None]
     met = set(waiting)
     while waiting:
         after = {node for node, _ in waiting.pop().next_functions if node is not None} - met
         met |= after
         waiting += after
-    return frozenset(Counter(node.name() for node in met).items())
+    return frozenset(Counter((node.name(), *_settings(node)) for node in met).items())
+
+
+def _settings(node: torch.autograd.graph.Node) -> Iterator[tuple[str, str]]:
+    """Yield the numbers that an operation was called with, such as a stride."""
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            value = getattr(node, name)
+            if all(isinstance(one, int | float) for one in (value if isinstance(value, tuple | list) else [value])):
+                yield name, str(value)
 
 
 def _update_seconds_per_byte(module: torch.nn.Module) -> float:

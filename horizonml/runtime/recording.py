@@ -176,8 +176,13 @@ def doubt_profile(life: Life, session: Trainer, recorder: Recorder) -> None:
         stage = plan.stages[number]
         if stage.splits_channels:
             return
+        place = stage.ranks.index(group.rank)
+        if stage.sync.steps_alone:  # in a step that has the least of it
+            first, end = stage.mean_rows(batch)[place]
+            passes.append((stage.start, stage.stop, max(1, math.floor(end - first))))
+            continue
         for size in plan.micro_sizes(batch, batch):
-            first, end = stage.rows(size)[stage.ranks.index(group.rank)]
+            first, end = stage.rows(size)[place]
             passes.append((stage.start, stage.stop, end - first))
     execution = untried(life.job, life.execution or PLAIN)
     told = compare_with_run(session.state.model, profile_key(life.job), batch, execution, passes, recorder.quickest)

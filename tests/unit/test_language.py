@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.structure import Structure
 from horizonml.models.weights import untie
 from horizonml.models.zoo import build
-from horizonml.profiling.measure import alike, measure
+from horizonml.profiling.measure import _operations, alike, measure
 from horizonml.tasks.task import InputSpec, OutputSpec
 from tests import models, opaque_models
 from tests.chains import compare_with_model
@@ -240,6 +241,20 @@ def test_blocks_of_a_kind_are_given_the_same_time() -> None:
     assert len(set(attentions)) == len(set(networks)) == 1
     assert attentions[0] != networks[0]
     assert len({times[name] for name in ("tokens", "norm", "head")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=4, dilation=4)),
+        (nn.MaxPool2d(3, 1, 1), nn.MaxPool2d(9, 1, 4)),
+        (nn.ReLU(), nn.Tanh()),
+    ],
+)
+def test_layers_that_do_other_work_are_of_another_kind(one: nn.Module, other: nn.Module) -> None:
+    value = torch.randn(2, 2, 16, 16, requires_grad=True)
+    kinds = [_operations((module(value),)) for module in (one, copy.deepcopy(one), other)]
+    assert kinds[0] == kinds[1] != kinds[2]
 
 
 def test_the_time_of_a_kind_is_the_median_of_its_layers() -> None:

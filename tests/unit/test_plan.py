@@ -1,10 +1,11 @@
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
 from horizonml.errors import PlanError
-from horizonml.plan.plan import PARTS_REPEAT, Plan, Route, Stage, routes
+from horizonml.plan.plan import NO_ROWS, PARTS_REPEAT, Plan, Route, Stage, Sync, routes
 
 
 def stage(*shares: float) -> Stage:
@@ -30,6 +31,21 @@ def test_parts_that_vary_from_step_to_step_follow_the_shares_on_average() -> Non
             assert {math.floor(wanted + 1e-9), math.ceil(wanted - 1e-9)} >= set(taken)
             for count in (16, PARTS_REPEAT):
                 assert sum(taken[:count]) / count == pytest.approx(wanted, abs=2 / count)
+
+
+def test_a_member_without_a_share_never_has_rows() -> None:
+    for shares in ((3.0, NO_ROWS, 125.0), (3.0 / 128, NO_ROWS / 128, 125.0 / 128)):
+        members = replace(stage(*shares), sync=Sync.LOCAL)
+        for things, step in itertools.product(range(20), (None, *range(PARTS_REPEAT))):
+            first, end = members.parts(things, step)[1]
+            assert first == end
+        assert members.paces[1] == 0
+        assert members.mean_rows(20)[1][0] == members.mean_rows(20)[1][1]
+
+
+def test_members_whose_shares_hardly_differ_update_alike() -> None:
+    assert stage(129.0, 127.0).paces == [1.0, 1.0]
+    assert stage(3.0, 1.0).paces == [1.5, 0.5]
 
 
 def test_micro_batches_of_full_and_small_batches() -> None:
