@@ -419,15 +419,18 @@ def outer_cost(problem: Problem, plan: Plan, computing: float) -> OuterCost:
 def gentlest(problem: Problem, plan: Plan, computing: float) -> Local | None:
     """Return the local steps that stay closest to training in step, among those whose sums cost little of a step.
 
-    They synchronise as often as that allows; then as precisely; then with as little delay. Only if none does, most of
-    what members send is left out. If that costs too much, too, return those that cost least, or None if the constraints
-    allow none. `computing` is what a step of the plan takes without synchronisations.
+    They synchronise as often as that allows; then as precisely; then with as little delay. Most of what members send is
+    left out only if that saves as much. If all of them cost more, return those that cost least, or None if the
+    constraints allow none. `computing` is what a step of the plan takes without synchronisations.
     """
     found = [(outer_cost(problem, _with(plan, local), computing).seconds, local) for local in _choices(problem)]
-    for seconds, local in found:
-        if seconds <= _MOST * computing:
-            return local
-    return min(found, key=lambda one: one[0])[1] if found else None
+    most, chosen = _MOST * computing, None
+    for is_sparse in (False, True):
+        own = [one for one in found if (one[1].format == _SPARSE) == is_sparse]
+        best = next((one for one in own if one[0] <= most), min(own, key=lambda one: one[0], default=None))
+        if best is not None and (chosen is None or best[0] < chosen[0] - most):
+            chosen = best
+    return chosen[1] if chosen is not None else None
 
 
 def _with(plan: Plan, local: Local) -> Plan:
