@@ -112,7 +112,7 @@ MOST_MICRO_BATCHES = 1 << 14
 
 
 NO_ROWS = 1e-9  # the share, relative to the largest, of a member that is left without samples
-_ALMOST = 0.02
+_ALMOST = 0.02  # of an equal part of a batch
 PARTS_REPEAT = 64  # steps, after which members that take local steps have the same parts of batches again
 
 
