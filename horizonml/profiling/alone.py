@@ -25,7 +25,8 @@ from horizonml.state.spec import Adam, Sgd
 
 _log = logging.getLogger(__name__)
 _LEAST_ROWS, _MOST_ROWS = 2, 64  # of a micro-batch
-_PASS_SECONDS = 0.3  # of a pass, from which on no larger micro-batch is tried
+_SHORT, _LONG = 0.3, 1.0  # seconds that a pass may take where larger micro-batches gain nothing, and where they do
+_GAIN = 0.98  # of the time of a sample, if twice as many of them gain anything
 _REPEATS = 3
 _COPIES = 4  # of the parameters: their gradients, what an optimizer keeps, and some room for activations
 
@@ -79,13 +80,23 @@ class _Alone:
         torch.set_num_threads(threads)
         # Where a quota holds the process back, its processor time tells its speed, and wall time only over minutes.
         slower = 1 / min(1.0, available_cores() / threads) if has_quota() else 1.0
-        rows = min(batch_size, _LEAST_ROWS)
-        seconds = min(self._pass(rows), self._pass(rows))
-        while 2 * rows <= min(batch_size, _MOST_ROWS) and seconds < _PASS_SECONDS / 2:
-            rows *= 2
-            seconds = self._pass(rows)
+        rows = self._best_rows(min(batch_size, _MOST_ROWS))
         whole = statistics.median(self._pass(rows) for _ in range(_REPEATS)) * batch_size / rows
         return batch_size / (slower * (whole + self._update()))
+
+    def _best_rows(self, most: int) -> int:
+        """Return the size of the micro-batches that take the least time for a sample."""
+        rows = best = min(most, _LEAST_ROWS)
+        least, free = math.inf, memory_left()
+        while True:
+            seconds = min(self._pass(rows), self._pass(rows))  # the first one of a size has to get its memory
+            gains = seconds / rows < _GAIN * least
+            if seconds / rows < least:
+                best, least = rows, seconds / rows
+            left = memory_left()
+            if 2 * rows > most or 2 * seconds > (_LONG if gains else _SHORT) or free - left > left / 2:
+                return best
+            rows *= 2
 
     def _pass(self, rows: int) -> float:
         """Return the seconds of a forward and backward pass."""

@@ -95,6 +95,37 @@ def test_a_device_is_measured_alone(optimizer: Sgd | Adam, monkeypatch: pytest.M
     assert samples_per_second(model, PLAIN, optimizer, 64, {1}) is None
 
 
+@pytest.mark.parametrize(
+    ("fixed", "each", "expected"),
+    [
+        (0.4, 0.01, 16),  # each larger micro-batch gains, until the next one would take more than a second
+        (0.0, 0.1, 2),  # nothing to gain, and every pass is long
+        (0.001, 0.001, 64),  # short passes, up to the most
+    ],
+)
+def test_a_device_alone_has_the_micro_batches_that_suit_it_best(
+    fixed: float, each: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = alone._Alone(digits(), PLAIN, Sgd())
+    monkeypatch.setattr(device, "_pass", lambda rows: fixed + each * rows)
+    monkeypatch.setattr(device, "_update", lambda: 0.0)
+    assert device.rate(256, 1) == pytest.approx(expected / (fixed + each * expected))
+
+
+def test_a_device_alone_tries_no_micro_batch_that_it_may_have_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, held = alone._Alone(digits(), PLAIN, Sgd()), 0
+
+    def once(rows: int) -> float:
+        nonlocal held
+        held = max(held, rows)
+        return 0.01
+
+    monkeypatch.setattr(device, "_pass", once)
+    monkeypatch.setattr(alone, "memory_left", lambda: 40.0 - held)
+    device.rate(256, 1)
+    assert held == 16, "32 would leave 8 of 40"
+
+
 def test_a_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     free = samples_per_second(digits(), PLAIN, Sgd(), 64, {1})
     monkeypatch.setattr(alone, "has_quota", lambda: True)
