@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.overheads import table as overheads_table
+from benchmarks.perplexity import table as perplexity_table
 from benchmarks.slow_links_ways import TASKS, WAYS
 from benchmarks.worth import table as worth_table
 from horizonml.text import count, human_seconds
@@ -161,12 +162,19 @@ def overheads(folder: Path) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
+def perplexity(folder: Path) -> str:
+    """What local steps cost a language model."""
+    path = folder / "perplexity.json"
+    return perplexity_table(json.loads(path.read_text())["runs"]) if path.exists() else ""
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "ddp races": lambda folder: races(folder, "ddp"),
     "pipeline races": lambda folder: races(folder, "pipelines"),
     "slow links": slow_links,
     "overheads": overheads,
     "worth": worth,
+    "perplexity": perplexity,
 }
 
 
