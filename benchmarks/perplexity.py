@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +97,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
     parser.add_argument("--out", type=Path, default=MEASURED, help="the file of the results")
     options = parser.parse_args()
-    wanted = [(way, seed) for seed in range(options.seeds) for way in WAYS]
+    runs: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        runs = list(pool.map(lambda one: train(*one), wanted))
-    write_atomically(options.out, (json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n").encode())
+        wanted = [pool.submit(train, way, seed) for seed in range(options.seeds) for way in WAYS]
+        for future in as_completed(wanted):
+            runs.append(future.result())
+            write_atomically(options.out, (json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n").encode())
     print(table(runs))
 
 
