@@ -71,9 +71,11 @@ def steps_to(run: dict[str, Any], target: float) -> int | None:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the comparison in Markdown."""
-    own = {way: [run for run in runs if run["way"] == way] for way in WAYS}
-    alone = own["one device alone"]
+    """Return the comparison in Markdown, of what has been measured so far."""
+    own = {way: made for way in WAYS if (made := [run for run in runs if run["way"] == way])}
+    alone = own.get("one device alone")
+    if alone is None:  # which the others are compared with, as long as trainings go on
+        return ""
     base = statistics.mean(run["perplexities"][str(STEPS)] for run in alone)
     target = statistics.mean(run["perplexities"][str(3 * STEPS // 4)] for run in alone)
     lines = [f"| | perplexity after {STEPS} steps | against one device | steps to {target:.2f} |", "|---|---|---|---|"]
