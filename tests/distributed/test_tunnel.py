@@ -54,23 +54,26 @@ def tunnelled(
 ) -> tuple[dict[str, Tensor], TunnelUsage, list[tuple[str, int]]]:
     """Train through tunnels, with strangers who come after the first step; and where gloo listens then."""
     hosts, links = linked(rank, world_size, token, ports, encrypt)
-    before = listening()  # for groups of earlier tests that are not gone yet
+    before = listening()
     group = Group(store, rank, world_size, 30.0, hosts, links=links)
     try:
-        state = train_beside_strangers(rank, world_size, store, case, group)
+        state = train_beside_strangers(rank, world_size, store, case, group, before)
         return state, links.tunnel.usage(), [at for at in listening() if at not in before]
     finally:
         group.close()
         links.tunnel.close()
 
 
-def train_beside_strangers(rank: int, world_size: int, store: Store, case: Case, group: Group) -> dict[str, Tensor]:
+def train_beside_strangers(
+    rank: int, world_size: int, store: Store, case: Case, group: Group, earlier: list[tuple[str, int]]
+) -> dict[str, Tensor]:
+    """Train while strangers come to where this group listens, not to `earlier` tests' groups that are not gone yet."""
     model = built(f"tests.models:{case.model}")
     session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
     for step in range(3):
         session.step(RandomBatch(step), LR, measure_divergence=True)
         if step == 0:
-            store.set(f"ready/{rank}", json.dumps(listening()))
+            store.set(f"ready/{rank}", json.dumps([at for at in listening() if at not in earlier]))
             before = len(os.listdir("/dev/fd"))
             store.wait(["attacked"], timedelta(seconds=100))
             # In the portable mode, gloo goes on to take connections, of this machine's processes only.
@@ -126,9 +129,10 @@ def attack_ranks(pool: Pool, world_size: int, ports: Sequence[int], done: thread
 
 
 def on_one_machine(rank: int, world_size: int, store: Store, case: Case) -> dict[str, Tensor]:
+    earlier = listening()
     group = Group(store, rank, world_size, 30.0, ["here"] * world_size)
     try:
-        return train_beside_strangers(rank, world_size, store, case, group)
+        return train_beside_strangers(rank, world_size, store, case, group, earlier)
     finally:
         group.close()
 
