@@ -33,6 +33,7 @@ from horizonml.models.module_slice import HOST
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Stage
 from horizonml.state.optim import AVERAGE, MOMENTUM, decay_of, follow
+from horizonml.state.spec import Adam
 from horizonml.state.train_state import TrainState
 
 _MOST_FRAGMENTS = 1 << 12  # of a stage, for the tags of messages
@@ -136,6 +137,7 @@ class Fragment:
         `copies` are other parameters that are tied to one of the `parameters`, whose name stands with each.
         """
         self._local, self._members, self._state = local, members, state
+        self._outer_rate, self._outer_momentum = local.outer(len(members.ranks), isinstance(state.optimizer.spec, Adam))
         self._parameters, self._buffers, self._copies = dict(parameters), buffers, dict(copies)
         double = any(parameter.dtype == torch.float64 for parameter in parameters.values())
         self._dtype = torch.float64 if double else torch.float32
@@ -234,9 +236,9 @@ class Fragment:
             finite = bool(torch.isfinite(gradient.sum()))
             norm, sent = float(gradient.norm()), self._own - self._unsent if self._unsent.numel() else self._own
             divergence = float((sent - gradient).norm()) / norm if norm > 0 else 0.0
-            momentum = self.momentum * self._local.momentum + gradient
-            direction = gradient + self._local.momentum * momentum
-            self._next = self.outer - self._local.learning_rate * direction, momentum
+            momentum = self.momentum * self._outer_momentum + gradient
+            direction = gradient + self._outer_momentum * momentum
+            self._next = self.outer - self._outer_rate * direction, momentum
         self.found = self._name(step)
         return finite, divergence
 
@@ -249,7 +251,7 @@ class Fragment:
             for name, parameter in self._parameters.items():
                 found[f"model/{name}"] = outer[name].to(parameter.dtype)
                 # A parameter that no member has ever changed has no optimizer state.
-                if self._local.momentum and (name in known or bool(momentum[name].any())):
+                if self._outer_momentum and (name in known or bool(momentum[name].any())):
                     found[f"optimizer/{name}/{MOMENTUM}"] = momentum[name].to(parameter.dtype)
             found |= self._averages(outer, step)
             for name, (first, _) in self._copies.items():

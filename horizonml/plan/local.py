@@ -3,8 +3,7 @@
 The members of a stage, or whole replicas of a pipeline, each update their own copy of the parameters (the inner
 optimizer). After `every` steps, the difference between the parameters that all began with and a member's own is its
 *outer gradient*. The mean of the members' outer gradients, weighted by the samples that each has worked on, is applied
-by the outer optimizer, and everyone goes on from the result. By default the outer optimizer takes that mean as it is;
-with SGD and Nesterov momentum, this is DiLoCo (Douillard et al., arXiv 2311.08105). With several fragments, groups of
+by the outer optimizer, SGD with Nesterov momentum, and everyone goes on from the result; this is DiLoCo (Douillard et al., arXiv 2311.08105). With several fragments, groups of
 layers are synchronised in turn; with a delay, each travels while the next steps are computed (Streaming DiLoCo, arXiv
 2501.18512).
 """
@@ -23,21 +22,9 @@ LOCAL_FORMATS = ("fp32", "int4", "topk")
 MOST_LOCAL_STEPS = 1 << 20
 FEWEST_SYNCHRONISATIONS = 16
 """How often the members of a run should synchronise at least."""
-_FEWEST_WITH_MOMENTUM = 48
+_FEWEST_WITH_MOMENTUM = 5  # synchronisations, for each of those over which the momentum spreads a change
 _RATE_WITH_MOMENTUM = 0.7  # as in DiLoCo
 _MANY = 32  # synchronisations
-
-
-def outer_optimizer(learning_rate: float | None = None, momentum: float | None = None) -> tuple[float, float]:
-    """Return the learning rate and the momentum of the outer optimizer, either of which may be left open (None).
-
-    By default members go on from their mean: it was as good as momentum in long runs, and far better in short ones. It
-    also does not depend on the length of a run, which may be resumed for more epochs.
-    """
-    momentum = 0.0 if momentum is None else momentum
-    if learning_rate is None:
-        learning_rate = _RATE_WITH_MOMENTUM if momentum else 1.0
-    return learning_rate, momentum
 
 
 @dataclass(frozen=True)
@@ -48,8 +35,8 @@ class Local:
     fragments: int = 1  # groups of layers that are synchronised in turn, one every `every / fragments` steps
     delay: int = 0  # steps after which a fragment's outer update is applied, while it travels in the background
     format: str = "fp32"  # of outer gradients, one of LOCAL_FORMATS; all but fp32 with error feedback
-    learning_rate: float = 1.0  # of the outer optimizer; see `outer_optimizer`
-    momentum: float = 0.0
+    learning_rate: float | None = None  # of the outer optimizer; see `outer`
+    momentum: float | None = None
     late: int = 0  # further steps for which replicas go on while another one is late with its outer gradient
 
     def problem(self) -> str | None:
@@ -72,9 +59,9 @@ class Local:
             )
         if self.format not in LOCAL_FORMATS:
             return f"format: {self.format!r} is unknown; there are {', '.join(LOCAL_FORMATS)}"
-        if not 0 < self.learning_rate < math.inf:
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             return f"learning_rate: {self.learning_rate} must be above 0"
-        if not 0 <= self.momentum < 1:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
             return f"momentum: {self.momentum} must be at least 0 and below 1"
         return None
 
@@ -83,6 +70,20 @@ class Local:
         problem = self.problem()
         if problem is not None:
             raise PlanError(f"the plan's local steps: {problem}")
+
+    def outer(self, members: int, is_adam: bool) -> tuple[float, float]:
+        """Return the learning rate and the momentum of the outer optimizer, for so many members.
+
+        By default members that train by SGD go on from their mean. Adam divides a gradient by its noise, which is
+        sqrt(members) times as large for a member's part of the batch as for the whole batch, so that the members' mean
+        moves so much less. A momentum of 1 - 1 / sqrt(members) multiplies it by sqrt(members) again, without larger
+        steps that would drive the members apart. Sparse sums carry on what they have left out, and need none.
+        """
+        rate, momentum = self.learning_rate, self.momentum
+        if rate is None and momentum is None and is_adam and self.format != "topk":
+            return 1.0, 1 - 1 / math.sqrt(members)
+        momentum = momentum or 0.0
+        return (_RATE_WITH_MOMENTUM if momentum else 1.0) if rate is None else rate, momentum
 
     def sent(self, step: int) -> int | None:
         """Return the fragment whose outer gradient is taken after `step` steps, or None."""
@@ -139,19 +140,16 @@ class Local:
         """
         return math.floor((step + 1) * share + 1e-9) - math.floor(step * share + 1e-9)
 
-    def notes(self, steps: int, named: bool) -> list[str]:
-        """Return what the user should know of these values in a run of so many steps.
-
-        `named` says whether the job names a field of the outer optimizer.
-        """
+    def notes(self, steps: int, members: int, is_adam: bool) -> list[str]:
+        """Return what the user should know of these values in a run of so many steps, with so many replicas."""
         times = -(-steps // self.every)
-        means = (self.learning_rate, self.momentum) == outer_optimizer()
-        what = "the plain mean of all replicas" if means else "SGD"
-        why = "as the job says" if named else "the default, which suits runs of any length"
+        rate, momentum = self.outer(members, is_adam)
+        what = "the plain mean of all replicas" if (rate, momentum) == (1.0, 0.0) else "SGD"
+        named = self.learning_rate is not None or self.momentum is not None
+        why = "as the job says" if named else f"the default for {'Adam' if is_adam else 'SGD'}"
         found = [
-            f"local steps: the outer optimizer is {what} (learning rate {self.learning_rate:g}, momentum "
-            f"{self.momentum:g}; {why}), and the replicas agree after every {count(self.every, 'step')}, "
-            f"{count(times, 'time')} in this run"
+            f"local steps: the outer optimizer is {what} (learning rate {rate:g}, momentum {momentum:.2g}; {why}), and "
+            f"the replicas agree after every {count(self.every, 'step')}, {count(times, 'time')} in this run"
         ]
         if self.every > steps:
             found.append(
@@ -164,9 +162,10 @@ class Local:
                 f"{count(steps, 'step')}, which may cost accuracy; make it "
                 f"{max(1, steps // FEWEST_SYNCHRONISATIONS)} or less, or train longer"
             )
-        if self.momentum and times < _FEWEST_WITH_MOMENTUM:
+        fewest = round(_FEWEST_WITH_MOMENTUM / (1 - momentum))
+        if self.momentum and times < fewest:
             found.append(
-                f"warning: parallel.sync.momentum: {self.momentum:g} needs {_FEWEST_WITH_MOMENTUM} or more "
+                f"warning: parallel.sync.momentum: {self.momentum:g} needs {fewest} or more "
                 f"synchronisations, and this run has {times}; leave learning_rate and momentum out"
             )
         return found
@@ -183,8 +182,7 @@ class Local:
             int(value["fragments"]),
             int(value["delay"]),
             str(value["format"]),
-            float(value["learning_rate"]),
-            float(value["momentum"]),
+            *(None if value[name] is None else float(value[name]) for name in ("learning_rate", "momentum")),
             int(value.get("late", 0)),
         )
 

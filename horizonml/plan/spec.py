@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from horizonml.errors import JobError
-from horizonml.plan.local import LOCAL_FORMATS, MOST_LOCAL_STEPS, Local, outer_optimizer
+from horizonml.plan.local import LOCAL_FORMATS, MOST_LOCAL_STEPS, Local
 from horizonml.plan.plan import EXPLICIT, STRATEGIES, facts_of
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.syncs import FORMATS, SYNCS
@@ -123,14 +123,14 @@ class SyncSpec(Spec):
         None,
         gt=0,
         description="Learning rate of the outer optimizer (default: 1, which with a momentum of 0 is the plain mean of "
-        "all replicas; 0.7 with a momentum).",
+        "all replicas; 0.7 with a momentum that the job names).",
     )
     momentum: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="Nesterov momentum of the outer optimizer (default: 0). DiLoCo's 0.9 needs many synchronisations, "
-        "and was not better than the plain mean in our measurements.",
+        description="Nesterov momentum of the outer optimizer. The default is 0 with SGD and the format `topk`, and "
+        "1 - 1 / sqrt(replicas) with Adam and AdamW. DiLoCo's 0.9 needs many synchronisations.",
     )
 
     @model_validator(mode="after")
@@ -142,13 +142,9 @@ class SyncSpec(Spec):
 
     def local(self) -> Local:
         """Return what this says of a plan."""
-        optimizer = outer_optimizer(self.learning_rate, self.momentum)
-        return Local(self.every, self.fragments, self.delay, self.format, *optimizer, self.late)
-
-    @property
-    def names_the_optimizer(self) -> bool:
-        """Return whether the job says what the outer optimizer is."""
-        return self.learning_rate is not None or self.momentum is not None
+        return Local(
+            self.every, self.fragments, self.delay, self.format, self.learning_rate, self.momentum, self.late
+        )
 
 
 class Parallel(Spec):

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from horizonml.plan.local import FEWEST_SYNCHRONISATIONS, Local, outer_optimizer
+from horizonml.plan.local import FEWEST_SYNCHRONISATIONS, Local
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.schedules import Action, most_bytes_held
 from horizonml.plan.syncs import (
@@ -450,4 +450,4 @@ def _choices(problem: Problem) -> Iterator[Local]:
     for every, format in formats:
         for fragments, delay in itertools.product(_FRAGMENTS, _DELAYS):
             if fragments <= min(problem.layers, every) and delay < every // fragments:
-                yield Local(every, fragments, delay, format, *outer_optimizer())
+                yield Local(every, fragments, delay, format)

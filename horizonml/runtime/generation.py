@@ -50,6 +50,7 @@ from horizonml.state.disks import DiskProbe, find_disks
 from horizonml.state.follow import Following, needs, room_for
 from horizonml.state.mirror import Mirror
 from horizonml.state.resume import ShardsAway, agree_on_state
+from horizonml.state.spec import Adam
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.recorder import Recorder
 
@@ -204,8 +205,8 @@ class Generation:
     def _tell_local_steps(self, plan: Plan, info: DataInfo) -> None:
         job = self.life.job
         if plan.local is not None and not self.life.begun:
-            named = job.parallel.sync is not None and job.parallel.sync.names_the_optimizer
-            for note in plan.local.notes(job.total_steps(-(-info.train // job.batch_size)), named):
+            steps, is_adam = job.total_steps(-(-info.train // job.batch_size)), isinstance(job.optimizer, Adam)
+            for note in plan.local.notes(steps, len(plan.replicas), is_adam):
                 self.say(note)
             assert self.life.state is not None
             if any(isinstance(one, nn.SyncBatchNorm) for one in self.life.state.model.recorded.modules()):

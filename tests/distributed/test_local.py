@@ -24,7 +24,7 @@ from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import agreed_state, built, session_for, state_of
-from tests.distributed.truth import FULL, LR, Case, RandomBatch, distance, train
+from tests.distributed.truth import FULL, LR, Case, RandomBatch, distance, train, torchs
 
 PLAIN = Sgd(momentum=0.0, weight_decay=1e-3)
 DILOCO: dict[str, Any] = {"learning_rate": 0.7, "momentum": 0.9}
@@ -157,14 +157,21 @@ def test_members_hold_the_same_bits_after_a_synchronisation(pool: Pool, local: L
     assert not all(torch.equal(results[1][0][key], first[key]) for key in first if "exp_avg" in key)
 
 
-def test_the_outer_optimizer_is_nesterov_momentum_on_the_mean_of_the_changes(pool: Pool) -> None:
-    case = two(Local(2, **DILOCO), optimizer=PLAIN)
+@pytest.mark.parametrize(
+    ("local", "inner", "rate", "momentum"),
+    [(Local(2, **DILOCO), PLAIN, 0.7, 0.9), (Local(2), Adam(name="adamw"), 1.0, 1 - 1 / math.sqrt(2))],
+)
+def test_the_outer_optimizer_is_nesterov_momentum_on_the_mean_of_the_changes(
+    pool: Pool, local: Local, inner: Sgd | Adam, rate: float, momentum: float
+) -> None:
+    case = two(local, optimizer=inner)
     results = pool.run(2, synchronise, case, 4)
+    replicas = [model_of(case).stage(0, len(model_of(case).chain)).train() for _ in range(2)]
+    optimizers = [torchs(inner, list(stage.parameters()), LR) for stage in replicas]
 
     def alone(outer: dict[str, Tensor], place: int, steps: range) -> dict[str, Tensor]:
-        stage = model_of(case).stage(0, len(model_of(case).chain)).train()
+        stage, optimizer = replicas[place], optimizers[place]
         stage.load_state_dict(outer)
-        optimizer = torch.optim.SGD(stage.parameters(), lr=LR, weight_decay=1e-3)
         for step in steps:
             batch = RandomBatch(step)
             start, stop = case.plan(len(model_of(case).chain)).stages[0].parts(batch.size, step)[place]
@@ -178,7 +185,7 @@ def test_the_outer_optimizer_is_nesterov_momentum_on_the_mean_of_the_changes(poo
         name: value.clone() for name, value in model_of(case).stage(0, len(model_of(case).chain)).state_dict().items()
     }
     master = [torch.nn.Parameter(value.clone()) for value in outer.values()]
-    optimizer = torch.optim.SGD(master, lr=0.7, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(master, lr=rate, momentum=momentum, nesterov=True)
     for steps in (range(2), range(2, 4)):
         sizes = [
             [

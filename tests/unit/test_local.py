@@ -61,35 +61,39 @@ def test_values_that_cannot_be_are_named() -> None:
             Local(**fields).check()
 
 
-def test_the_outer_optimizer_is_the_plain_mean_unless_a_job_says_otherwise() -> None:
-    for fields, optimizer in (
-        ({}, (1.0, 0.0)),
-        ({"momentum": 0.9}, (0.7, 0.9)),
-        ({"learning_rate": 0.4, "momentum": 0.6}, (0.4, 0.6)),
-        ({"format": "topk"}, (1.0, 0.0)),
+def test_the_outer_optimizer_suits_the_replicas_unless_a_job_says_otherwise() -> None:
+    for fields, for_sgd, for_adam in (
+        ({}, (1.0, 0.0), (1.0, 0.5)),
+        ({"momentum": 0.9}, (0.7, 0.9), (0.7, 0.9)),
+        ({"momentum": 0.0}, (1.0, 0.0), (1.0, 0.0)),
+        ({"learning_rate": 0.4, "momentum": 0.6}, (0.4, 0.6), (0.4, 0.6)),
+        ({"learning_rate": 0.4}, (0.4, 0.0), (0.4, 0.0)),
+        ({"format": "topk"}, (1.0, 0.0), (1.0, 0.0)),
     ):
-        local = job(strategy="ddp", sync={"every": 8, **fields}).parallel.sync
-        assert local is not None
-        assert (local.local().learning_rate, local.local().momentum) == optimizer
-        assert local.names_the_optimizer == (not fields.keys() <= {"format"})
+        sync = job(strategy="ddp", sync={"every": 8, **fields}).parallel.sync
+        assert sync is not None
+        local = Local.from_json(sync.local().to_json())
+        assert (local.outer(4, is_adam=False), local.outer(4, is_adam=True)) == (for_sgd, for_adam)
 
 
 def test_a_run_says_how_its_replicas_agree_and_warns_of_seldom_synchronisations() -> None:
-    assert Local(16).notes(16 * 16, False) == [
-        "local steps: the outer optimizer is the plain mean of all replicas (learning rate 1, momentum 0; the default, "
-        "which suits runs of any length), and the replicas agree after every 16 steps, 16 times in this run"
+    assert Local(16).notes(16 * 16, 4, False) == [
+        "local steps: the outer optimizer is the plain mean of all replicas (learning rate 1, momentum 0; the default "
+        "for SGD), and the replicas agree after every 16 steps, 16 times in this run"
     ]
-    (seldom,) = Local(16).notes(69, False)[1:]
+    (adam,) = Local(16).notes(16 * 16, 4, True)
+    assert "is SGD (learning rate 1, momentum 0.5; the default for Adam), and" in adam
+    (seldom,) = Local(16).notes(69, 4, False)[1:]
     assert seldom.startswith("warning: parallel.sync.every: 16 leaves 5 synchronisations in a run of 69 steps")
     assert "make it 4 or less" in seldom
-    (alone,) = Local(64).notes(40, False)[1:]
+    (alone,) = Local(64).notes(40, 4, False)[1:]
     assert "64 is longer than the run of 40 steps" in alone
-    told, hasty = Local(8, learning_rate=0.7, momentum=0.9).notes(160, True)
+    told, hasty = Local(8, learning_rate=0.7, momentum=0.9).notes(160, 4, True)
     assert "SGD (learning rate 0.7, momentum 0.9; as the job says)" in told
     assert hasty.startswith(
-        "warning: parallel.sync.momentum: 0.9 needs 48 or more synchronisations, and this run has 20"
+        "warning: parallel.sync.momentum: 0.9 needs 50 or more synchronisations, and this run has 20"
     )
-    assert len(Local(8, learning_rate=0.7, momentum=0.9).notes(8 * 48, True)) == 1
+    assert len(Local(8, learning_rate=0.7, momentum=0.9).notes(8 * 50, 4, True)) == 1
 
 
 def test_the_next_step_in_which_all_agree_is_known() -> None:
@@ -157,7 +161,7 @@ def test_jobs_that_cannot_take_local_steps_say_why() -> None:
 def test_a_job_becomes_a_plan_and_a_file(tmp_path: Path) -> None:
     wanted = job(strategy="ddp", workers=3, sync={"every": 8, "format": "topk"})
     plan = fixed_plan(wanted, 5, 3)
-    assert plan.local == Local(8, format="topk", learning_rate=1.0, momentum=0.0)
+    assert plan.local == Local(8, format="topk")
     assert plan.stages[0].sync is Sync.LOCAL
     alone = fixed_plan(wanted, 5, 1)
     assert (alone.local, alone.stages[0].sync) == (None, Sync.ALL_REDUCE)
