@@ -3,9 +3,9 @@
 The members of a stage, or whole replicas of a pipeline, each update their own copy of the parameters (the inner
 optimizer). After `every` steps, the difference between the parameters that all began with and a member's own is its
 *outer gradient*. The mean of the members' outer gradients, weighted by the samples that each has worked on, is applied
-by the outer optimizer, SGD with Nesterov momentum, and everyone goes on from the result; this is DiLoCo (Douillard et al., arXiv 2311.08105). With several fragments, groups of
-layers are synchronised in turn; with a delay, each travels while the next steps are computed (Streaming DiLoCo, arXiv
-2501.18512).
+by the outer optimizer, which is SGD with Nesterov momentum, and everyone goes on from the result (DiLoCo; Douillard et
+al., arXiv 2311.08105). With several fragments, groups of layers are synchronised in turn; with a delay, each travels
+while the next steps are computed (Streaming DiLoCo, arXiv 2501.18512).
 """
 
 from __future__ import annotations

@@ -142,9 +142,7 @@ class SyncSpec(Spec):
 
     def local(self) -> Local:
         """Return what this says of a plan."""
-        return Local(
-            self.every, self.fragments, self.delay, self.format, self.learning_rate, self.momentum, self.late
-        )
+        return Local(self.every, self.fragments, self.delay, self.format, self.learning_rate, self.momentum, self.late)
 
 
 class Parallel(Spec):

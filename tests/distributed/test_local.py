@@ -24,7 +24,7 @@ from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import agreed_state, built, session_for, state_of
-from tests.distributed.truth import FULL, LR, Case, RandomBatch, distance, train, torchs
+from tests.distributed.truth import FULL, LR, Case, RandomBatch, distance, torchs, train
 
 PLAIN = Sgd(momentum=0.0, weight_decay=1e-3)
 DILOCO: dict[str, Any] = {"learning_rate": 0.7, "momentum": 0.9}
