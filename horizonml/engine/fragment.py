@@ -33,7 +33,6 @@ from horizonml.models.module_slice import HOST
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Stage
 from horizonml.state.optim import AVERAGE, MOMENTUM, decay_of, follow
-from horizonml.state.spec import Adam
 from horizonml.state.train_state import TrainState
 
 _MOST_FRAGMENTS = 1 << 12  # of a stage, for the tags of messages
@@ -137,7 +136,7 @@ class Fragment:
         `copies` are other parameters that are tied to one of the `parameters`, whose name stands with each.
         """
         self._local, self._members, self._state = local, members, state
-        self._outer_rate, self._outer_momentum = local.outer(len(members.ranks), isinstance(state.optimizer.spec, Adam))
+        self._outer_rate, self._outer_momentum = local.outer(len(members.ranks), state.optimizer.is_adam)
         self._parameters, self._buffers, self._copies = dict(parameters), buffers, dict(copies)
         double = any(parameter.dtype == torch.float64 for parameter in parameters.values())
         self._dtype = torch.float64 if double else torch.float32

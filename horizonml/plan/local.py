@@ -182,7 +182,8 @@ class Local:
             int(value["fragments"]),
             int(value["delay"]),
             str(value["format"]),
-            *(None if value[name] is None else float(value[name]) for name in ("learning_rate", "momentum")),
+            None if value["learning_rate"] is None else float(value["learning_rate"]),
+            None if value["momentum"] is None else float(value["momentum"]),
             int(value.get("late", 0)),
         )
 

@@ -50,7 +50,6 @@ from horizonml.state.disks import DiskProbe, find_disks
 from horizonml.state.follow import Following, needs, room_for
 from horizonml.state.mirror import Mirror
 from horizonml.state.resume import ShardsAway, agree_on_state
-from horizonml.state.spec import Adam
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.recorder import Recorder
 
@@ -205,10 +204,10 @@ class Generation:
     def _tell_local_steps(self, plan: Plan, info: DataInfo) -> None:
         job = self.life.job
         if plan.local is not None and not self.life.begun:
-            steps, is_adam = job.total_steps(-(-info.train // job.batch_size)), isinstance(job.optimizer, Adam)
+            assert self.life.state is not None
+            steps, is_adam = job.total_steps(-(-info.train // job.batch_size)), self.life.state.optimizer.is_adam
             for note in plan.local.notes(steps, len(plan.replicas), is_adam):
                 self.say(note)
-            assert self.life.state is not None
             if any(isinstance(one, nn.SyncBatchNorm) for one in self.life.state.model.recorded.modules()):
                 self.say(
                     "warning: nn.SyncBatchNorm normalises over the samples of a replica only, as replicas that take "

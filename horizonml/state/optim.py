@@ -88,6 +88,11 @@ class Optimizer:
         self.ema = ema if ema is not None and ema.decay is not None else None
         self.local = False  # whether averages follow what local steps agree on, and not each step
 
+    @property
+    def is_adam(self) -> bool:
+        """Return whether updates are divided by the noise of gradients."""
+        return isinstance(self.spec, Adam)
+
     def initial(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the optimizer state of a parameter before its first update, on the parameter's device."""
         average = {AVERAGE: _copy(parameter)} if self.ema is not None else {}
