@@ -79,11 +79,10 @@ class Local:
         moves so much less. A momentum of 1 - 1 / sqrt(members) multiplies it by sqrt(members) again, without larger
         steps that would drive the members apart. Sparse sums carry on what they have left out, and need none.
         """
-        rate, momentum = self.learning_rate, self.momentum
-        if rate is None and momentum is None and is_adam and self.format != "topk":
-            return 1.0, 1 - 1 / math.sqrt(members)
-        momentum = momentum or 0.0
-        return (_RATE_WITH_MOMENTUM if momentum else 1.0) if rate is None else rate, momentum
+        rate, momentum = _RATE_WITH_MOMENTUM if self.momentum else 1.0, self.momentum
+        if momentum is None:
+            momentum = 1 - 1 / math.sqrt(members) if is_adam and self.format != "topk" else 0.0
+        return rate if self.learning_rate is None else self.learning_rate, momentum
 
     def sent(self, step: int) -> int | None:
         """Return the fragment whose outer gradient is taken after `step` steps, or None."""
