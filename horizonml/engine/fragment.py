@@ -152,6 +152,8 @@ class Fragment:
         self._buffer_sum = WholeSum(group, stage, members.number, 4 * size) if size else None
         self.outer = self._flat()
         self.momentum = torch.zeros(count, dtype=self._dtype)
+        if not self._outer_momentum:
+            state.forget_outer()
         known, views = state.entries(MOMENTUM), self._by_name(self.momentum)
         for name in known.keys() & views.keys():
             views[name].copy_(known[name])

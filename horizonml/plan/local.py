@@ -144,8 +144,9 @@ class Local:
         times = -(-steps // self.every)
         rate, momentum = self.outer(members, is_adam)
         what = "the plain mean of all replicas" if (rate, momentum) == (1.0, 0.0) else "SGD"
-        named = self.learning_rate is not None or self.momentum is not None
-        why = "as the job says" if named else f"the default for {'Adam' if is_adam else 'SGD'}"
+        named = [name for name in ("learning_rate", "momentum") if getattr(self, name) is not None]
+        kind = "topk" if self.format == "topk" else "Adam" if is_adam else "SGD"
+        why = f"the job sets {' and '.join(named)}" if named else f"the default for {kind}"
         found = [
             f"local steps: the outer optimizer is {what} (learning rate {rate:g}, momentum {momentum:.2g}; {why}), and "
             f"the replicas agree after every {count(self.every, 'step')}, {count(times, 'time')} in this run"

@@ -223,7 +223,7 @@ class TrainState:
         return {name: kept[entry] for name, kept in self._optimizer.items() if entry in kept}
 
     def forget_outer(self) -> None:
-        """Drop the momentum of an outer optimizer, which a plan without local steps does not have."""
+        """Drop the momentum of an outer optimizer, for a plan that has none, and so would not keep it up to date."""
         for kept in self._optimizer.values():
             kept.pop(MOMENTUM, None)
 

@@ -84,6 +84,9 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(folder: Path, way: list[s
     assert again.keys() == whole.keys()
     assert all(torch.equal(again[key], whole[key]) for key in whole)
 
+    train("--set", "steps=56", "--set", "parallel.sync.momentum=0")
+    assert not any(key.endswith("outer_momentum") for key in state(folder)), "a momentum that nobody keeps up to date"
+
     # Any other plan goes on from it, too, with the optimizer state of the first member.
     for options in (["--workers", "1", "--set", "parallel.strategy=single"], ["--workers", "3"]):
         other = ["--set", "parallel={strategy: ddp}", *options]

@@ -89,7 +89,7 @@ def test_a_run_says_how_its_replicas_agree_and_warns_of_seldom_synchronisations(
     (alone,) = Local(64).notes(40, 4, False)[1:]
     assert "64 is longer than the run of 40 steps" in alone
     told, hasty = Local(8, learning_rate=0.7, momentum=0.9).notes(160, 4, True)
-    assert "SGD (learning rate 0.7, momentum 0.9; as the job says)" in told
+    assert "SGD (learning rate 0.7, momentum 0.9; the job sets learning_rate and momentum)" in told
     assert hasty.startswith(
         "warning: parallel.sync.momentum: 0.9 needs 50 or more synchronisations, and this run has 20"
     )
