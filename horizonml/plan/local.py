@@ -22,7 +22,7 @@ LOCAL_FORMATS = ("fp32", "int4", "topk")
 MOST_LOCAL_STEPS = 1 << 20
 FEWEST_SYNCHRONISATIONS = 16
 """How often the members of a run should synchronise at least."""
-_FEWEST_WITH_MOMENTUM = 5  # synchronisations, for each of those over which the momentum spreads a change
+_FEWEST_WITH_MOMENTUM = 48
 _RATE_WITH_MOMENTUM = 0.7  # as in DiLoCo
 _MANY = 32  # synchronisations
 
@@ -162,10 +162,9 @@ class Local:
                 f"{count(steps, 'step')}, which may cost accuracy; make it "
                 f"{max(1, steps // FEWEST_SYNCHRONISATIONS)} or less, or train longer"
             )
-        fewest = round(_FEWEST_WITH_MOMENTUM / (1 - momentum))
-        if self.momentum and times < fewest:
+        if self.momentum and times < _FEWEST_WITH_MOMENTUM:
             found.append(
-                f"warning: parallel.sync.momentum: {self.momentum:g} needs {fewest} or more "
+                f"warning: parallel.sync.momentum: {self.momentum:g} needs {_FEWEST_WITH_MOMENTUM} or more "
                 f"synchronisations, and this run has {times}; leave learning_rate and momentum out"
             )
         return found

@@ -91,9 +91,9 @@ def test_a_run_says_how_its_replicas_agree_and_warns_of_seldom_synchronisations(
     told, hasty = Local(8, learning_rate=0.7, momentum=0.9).notes(160, 4, True)
     assert "SGD (learning rate 0.7, momentum 0.9; the job sets learning_rate and momentum)" in told
     assert hasty.startswith(
-        "warning: parallel.sync.momentum: 0.9 needs 50 or more synchronisations, and this run has 20"
+        "warning: parallel.sync.momentum: 0.9 needs 48 or more synchronisations, and this run has 20"
     )
-    assert len(Local(8, learning_rate=0.7, momentum=0.9).notes(8 * 50, 4, True)) == 1
+    assert len(Local(8, learning_rate=0.7, momentum=0.9).notes(8 * 48, 4, True)) == 1
 
 
 def test_the_next_step_in_which_all_agree_is_known() -> None:
