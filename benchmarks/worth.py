@@ -47,6 +47,7 @@ _LOCAL_ROUNDS = 3  # synchronisations of a run with local steps, at least
 _LONG = 1000  # epochs, so that a plan may have local steps
 
 Row = dict[str, Any]
+_Run = tuple[str, Job, float | None, int | None, int]  # way, job, predicted seconds, local steps, steps unlike others
 
 
 def jobs() -> dict[str, Job]:
@@ -70,22 +71,32 @@ def jobs() -> dict[str, Job]:
 def measure(out: Path, clusters: Sequence[str], models: Sequence[str], links: Sequence[str], rounds: int) -> list[Row]:
     """Train in all ways, one after the other, and return what came out."""
     rows: dict[tuple[str, ...], Row] = {}
+    planned: dict[tuple[str, ...], list[_Run]] = {}
     for name in clusters:
         with EmulatedCluster(out, CLUSTERS[name], _MEMORY) as cluster:
             for _ in range(rounds):
                 for link in links:
                     cluster.shape([link] * len(CLUSTERS[name]))
                     for model in models:
-                        for found in _train(cluster, out, jobs()[model], (name, link, model), rows):
+                        setting = (name, link, model)
+                        for found in _train(cluster, out, jobs()[model], setting, rows, planned):
                             print(f"    {found.run.worth.words if found.run.worth else ''}", flush=True)
                             write_atomically(out / "worth.json", (json.dumps(list(rows.values()), indent=1)).encode())
     return list(rows.values())
 
 
 def _train(
-    cluster: EmulatedCluster, out: Path, job: Job, setting: tuple[str, str, str], rows: dict[tuple[str, ...], Row]
+    cluster: EmulatedCluster,
+    out: Path,
+    job: Job,
+    setting: tuple[str, str, str],
+    rows: dict[tuple[str, ...], Row],
+    planned: dict[tuple[str, ...], list[_Run]],
 ) -> Iterator[Measured]:
-    """Train by an exact plan, for which devices and links are measured, then by the one that need not be exact."""
+    """Train by an exact plan, for which devices and links are measured, then by the one that need not be exact.
+
+    Later rounds train by the plans of the first, so that a range shows what the measurement is worth.
+    """
 
     def train(way: str, job: Job, predicted: float | None, every: int | None = None, unlike: int = 0) -> Measured:
         key = (*setting, way)
@@ -96,13 +107,20 @@ def _train(
         _add(row, found, predicted or found.forecast)
         return found
 
-    yield train("exact", automatic(job, True), None)
+    if setting in planned:
+        for run in planned[setting]:
+            yield train(*run)
+        return
+    exact = train("exact", automatic(job, True), None)
+    yield exact
     measured = _name((*setting, "exact"))
     long = changed(automatic(job), {"epochs": _LONG})
     chosen = best_plan(problem_on(cluster.measured(measured), long, out / "runs" / measured))
     every = chosen.plan.local.every if chosen.plan.local is not None else None
     unlike = WHOLE_STEPS if any(stage.sync.name == "powersgd" for stage in chosen.plan.stages) else 0
-    yield train("exact: false", with_plan(job, chosen.plan), chosen.prediction.seconds, every, unlike)
+    inexact = ("exact: false", with_plan(job, chosen.plan), chosen.prediction.seconds, every, unlike)
+    planned[setting] = [("exact", with_plan(job, exact.plan), exact.forecast, None, 0), inexact]
+    yield train(*inexact)
 
 
 def _name(key: Sequence[str]) -> str:
