@@ -4,15 +4,20 @@ Five containers with quotas of processor time and shaped links train a job by th
 and by the plan that it makes for a long run with `exact: false`. At the end of each run every device measures what it
 would do alone, so both sides of the comparison come from one run. Efficiency is the speed of all devices, divided by
 the sum of those; 1 would be perfect. Needs what `make hetero` needs.
+
+With `--sharing`, the devices train by themselves instead, one after the other and then all at once. Real devices do not
+share caches and memory as these containers do, so this is how much of a missing efficiency is due to the emulation.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +49,7 @@ LINKS = ("100mbit", "20mbit")
 _SECONDS = 40.0  # of steps in a run, at least
 _FEWEST, _MOST = 4, 40  # steps
 _LOCAL_ROUNDS = 3  # synchronisations of a run with local steps, at least
+_SHARING_STEPS = 12  # of the fastest device
 _LONG = 1000  # epochs, so that a plan may have local steps
 
 Row = dict[str, Any]
@@ -119,8 +125,26 @@ def _train(
     every = chosen.plan.local.every if chosen.plan.local is not None else None
     unlike = WHOLE_STEPS if any(stage.sync.name == "powersgd" for stage in chosen.plan.stages) else 0
     inexact = ("exact: false", with_plan(job, chosen.plan), chosen.prediction.seconds, every, unlike)
-    planned[setting] = [("exact", with_plan(job, exact.plan), exact.forecast, None, 0), inexact]
+    # A job cannot name a plan that leaves devices out, so such a plan is made again.
+    again = automatic(job, True) if exact.plan.spare else with_plan(job, exact.plan)
+    planned[setting] = [("exact", again, exact.forecast, None, 0), inexact]
     yield train(*inexact)
+
+
+def sharing(out: Path, name: str, job: Job) -> tuple[list[float], list[float]]:
+    """Return each device's samples per second by itself: one after the other, and while all of them train."""
+    quotas, single = CLUSTERS[name], changed(job, {"parallel.strategy": "single", "parallel.threads": 1})
+
+    def rate(worker: int, how: str) -> float:
+        steps = max(_FEWEST, round(_SHARING_STEPS * quotas[worker] / max(quotas))) + 2  # of which two do not count
+        key = _name((name, job.name, how, str(worker)))
+        return cluster.train(key, single, steps, 1200, alone=worker).samples_per_second
+
+    with EmulatedCluster(out, quotas, _MEMORY) as cluster, ThreadPoolExecutor(len(quotas)) as pool:
+        workers = range(len(quotas))
+        return [rate(worker, "in turn") for worker in workers], list(
+            pool.map(lambda one: rate(one, "at once"), workers)
+        )
 
 
 def _name(key: Sequence[str]) -> str:
@@ -238,9 +262,19 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", default=LINKS, help="rates of all links, one after the other")
     parser.add_argument("--rounds", type=int, default=1, help="how often to measure everything, in turns")
     parser.add_argument("--out", type=Path, default=Path("runs/worth"), help="folder for records and results")
+    parser.add_argument("--sharing", action="store_true", help="measure what sharing this machine costs, instead")
     parser.add_argument("--save", action="store_true", help="also write what the tables are made from, and the picture")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.sharing:
+        for name, model in itertools.product(options.clusters, options.models):
+            turns, together = sharing(options.out, name, jobs()[model])
+            rates = " ".join(f"{rate:.1f}" for rate in (*turns, *together))
+            print(
+                f"{name}, {model}: all at once {percent(sum(together) / sum(turns))} of one by one ({rates})",
+                flush=True,
+            )
+        return
     rows = measure(options.out, options.clusters, options.models, options.links, options.rounds)
     print(table(rows))
     for model in options.models:
