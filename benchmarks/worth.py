@@ -141,10 +141,8 @@ def sharing(out: Path, name: str, job: Job) -> tuple[list[float], list[float]]:
         return cluster.train(key, single, steps, 1200, alone=worker).samples_per_second
 
     with EmulatedCluster(out, quotas, _MEMORY) as cluster, ThreadPoolExecutor(len(quotas)) as pool:
-        workers = range(len(quotas))
-        return [rate(worker, "in turn") for worker in workers], list(
-            pool.map(lambda one: rate(one, "at once"), workers)
-        )
+        turns = [rate(worker, "in turn") for worker in range(len(quotas))]
+        return turns, list(pool.map(lambda worker: rate(worker, "at once"), range(len(quotas))))
 
 
 def _name(key: Sequence[str]) -> str:
@@ -269,11 +267,8 @@ def main() -> None:
     if options.sharing:
         for name, model in itertools.product(options.clusters, options.models):
             turns, together = sharing(options.out, name, jobs()[model])
-            rates = " ".join(f"{rate:.1f}" for rate in (*turns, *together))
-            print(
-                f"{name}, {model}: all at once {percent(sum(together) / sum(turns))} of one by one ({rates})",
-                flush=True,
-            )
+            rates, share = " ".join(f"{rate:.1f}" for rate in (*turns, *together)), percent(sum(together) / sum(turns))
+            print(f"{name}, {model}: all at once {share} of one after the other ({rates})", flush=True)
         return
     rows = measure(options.out, options.clusters, options.models, options.links, options.rounds)
     print(table(rows))
