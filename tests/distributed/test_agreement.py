@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
@@ -28,6 +29,7 @@ def agree(rank: int, world_size: int, store: Store) -> list[str]:
     return [line for line in said if "measur" not in line]  # which may also say that the device was busy
 
 
+@pytest.mark.slow
 def test_a_module_used_twice_that_leaves_nothing_to_cut_is_told_with_what_it_costs(pool: Pool) -> None:
     (warning, *drawbacks), others = pool.run(2, agree)
     assert "takes " in warning

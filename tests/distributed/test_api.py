@@ -183,6 +183,7 @@ def test_a_script_trains_a_model_and_data_that_only_it_defines(script: Path) -> 
     assert "error: MyNet was given to horizonml.train as an object" in refused.stderr
 
 
+@pytest.mark.slow
 def test_an_error_in_the_users_code_is_raised_in_the_script_and_no_process_stays(script: Path) -> None:
     process = begin(
         script,

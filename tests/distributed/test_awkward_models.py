@@ -162,12 +162,13 @@ def wrong(row: Row, found: list[Trained]) -> str | None:
     "kinds",
     [
         ["pipeline 2"],
-        pytest.param(["ddp 2"], marks=pytest.mark.slow),
-        pytest.param(["pipeline 3", "hybrid 2+1"], marks=pytest.mark.slow),
+        ["ddp 2"],
+        ["pipeline 3", "hybrid 2+1"],
     ],
     ids=str,
 )
 @pytest.mark.longest
+@pytest.mark.slow
 def test_what_the_author_wrote_is_what_trains(pool: Pool, kinds: list[str]) -> None:
     problems: dict[str, str | None] = {}
     cut: list[tuple[Row, Cutting]] = []

@@ -242,6 +242,7 @@ def test_torchrun_starts_the_ranks(folder: Path, start: Callable[..., subprocess
     assert "done: records" in result.stdout
 
 
+@pytest.mark.slow
 def test_ranks_stay_light(folder: Path) -> None:
     """The compiler would cost every rank 70 MB and a second; --help must not load torch at all."""
     code = (

@@ -66,7 +66,11 @@ def deviation(state: dict[str, Tensor], exact: dict[str, Tensor], model_name: st
 
 @pytest.mark.parametrize(
     ("model", "send", "bytes_ratio", "error"),
-    [("plain", "bf16", 0.5, 0.01), ("normed", "int8", 0.25, 0.05), ("normed", "int4", 0.1328, 0.3)],
+    [
+        ("plain", "bf16", 0.5, 0.01),
+        pytest.param("normed", "int8", 0.25, 0.05, marks=pytest.mark.slow),
+        ("normed", "int4", 0.1328, 0.3),
+    ],
 )
 def test_links_send_less(pool: Pool, model: str, send: str, bytes_ratio: float, error: float) -> None:
     exact, compressed = (pool.run(4, train, (1, 2, 1), model, name, Sync.ALL_REDUCE, 4) for name in ("fp32", send))
@@ -80,7 +84,12 @@ def test_links_send_less(pool: Pool, model: str, send: str, bytes_ratio: float, 
 
 
 @pytest.mark.parametrize(
-    ("model", "sync", "error"), [("wide", Sync.FP16, 0.002), ("wide", Sync.POWERSGD, 0.3), ("normed", Sync.INT4, 0.2)]
+    ("model", "sync", "error"),
+    [
+        ("wide", Sync.FP16, 0.002),
+        pytest.param("wide", Sync.POWERSGD, 0.3, marks=pytest.mark.slow),
+        ("normed", Sync.INT4, 0.2),
+    ],
 )
 def test_sums_send_less(pool: Pool, model: str, sync: Sync, error: float) -> None:
     whole = WHOLE.get(sync, 0)

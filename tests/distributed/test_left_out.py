@@ -27,13 +27,13 @@ checkpoint: {every_steps: 100}
 
 @pytest.mark.longest
 def test_a_device_that_is_left_out_trains_when_the_one_that_worked_is_lost(tmp_path: Path) -> None:
-    """One device alone trains this small network faster than three with links of 20 Mbit/s."""
+    """One device alone trains this small network faster than three with such links, on a busy machine, too."""
     need_networks()
     with Lab(tmp_path, 3) as lab:
         devices = Devices(lab)
         for device, home in enumerate(lab.homes):
             (home / "job.yaml").write_text(JOB)
-            lab.slow_down(device, 20e6)
+            lab.slow_down(device, 4e6)
         lab.start(0, sys.executable, "-m", "horizonml", "rendezvous", "--host", "0.0.0.0", "--port", "29400")
         address = f"{lab.addresses[0]}:29400"
         ranks = [

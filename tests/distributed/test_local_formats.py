@@ -39,8 +39,8 @@ def settle(rank: int, world_size: int, store: Store, case: Locally, steps: int, 
     return state
 
 
-@pytest.mark.parametrize("whole", [0, 1000])
 @pytest.mark.parametrize("more", [{}, {"fragments": 2, "delay": 1}], ids=["all at once", "late, in fragments"])
+@pytest.mark.parametrize("whole", [pytest.param(0, marks=pytest.mark.slow), 1000])
 def test_nothing_that_a_sparse_sum_leaves_out_is_lost(pool: Pool, whole: int, more: dict[str, int]) -> None:
     local = Local(4, format="topk", **more)
     begun, plain = (

@@ -73,6 +73,7 @@ def sent(rank: int, world_size: int, store: Store, plan: Plan) -> float:
     return mean(step.bytes_sent for step in steps[warm:])
 
 
+@pytest.mark.slow
 def test_what_is_predicted_is_sent(pool: Pool) -> None:
     hosts, profile = [Host(tuple(range(RANKS)), 4.0, 1e12)], measure(model_of(), (2,))
     sizes = synced_bytes(model_of(), SYNCS.values())

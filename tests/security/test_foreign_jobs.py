@@ -280,6 +280,7 @@ def answering(host: str, asked: list[str], elsewhere: str) -> Iterator[int]:
             thread.join()
 
 
+@pytest.mark.slow
 def test_no_text_of_a_job_makes_a_device_touch_what_it_has_not_offered(tmp_path: Path) -> None:
     """Every text field gets paths, URLs, chains, templates and escapes, while an audit hook watches a process."""
     for name in ("private/set", "offered", "home", "tmp", "here"):

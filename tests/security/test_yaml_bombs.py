@@ -41,6 +41,7 @@ def as_plan(file: Path) -> object:
     return read_plan(Job(), file)
 
 
+@pytest.mark.slow
 def test_a_bomb_is_refused_at_bounded_memory(tmp_path: Path) -> None:
     file = tmp_path / "bomb.yaml"
     with bounded(200):

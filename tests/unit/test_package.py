@@ -60,6 +60,7 @@ print(horizonml.__file__)
 """
 
 
+@pytest.mark.slow
 def test_an_installed_package_trains_ready_jobs_from_python_and_a_job_of_ones_own(
     installed: Path, tmp_path: Path
 ) -> None:
