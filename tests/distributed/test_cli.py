@@ -175,6 +175,7 @@ def test_mistakes_are_explained_without_a_traceback(folder: Path) -> None:
         assert result.returncode == 1
 
 
+@pytest.mark.slow
 def test_another_package_of_this_name_in_the_working_directory_is_left_alone(folder: Path) -> None:
     (folder / "horizonml").mkdir()
     (folder / "horizonml" / "__init__.py").write_text("raise SystemExit('this is another package')\n")

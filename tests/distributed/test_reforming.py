@@ -95,6 +95,7 @@ def reform(rank: int, world_size: int, store: Store, folder: Path) -> tuple[list
     return found, life.state.step
 
 
+@pytest.mark.slow
 def test_few_exchanges_precede_the_first_step_of_a_group(pool: Pool, tmp_path: Path) -> None:
     """Each exchange takes a round trip, which on a slow network costs more than anything else at this point."""
     for counts, steps in pool.run(3, reform, tmp_path)[:2]:

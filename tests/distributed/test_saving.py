@@ -280,6 +280,7 @@ group.close()
 SINGLE = Plan((Stage(0, LAYERS, (0,), (1.0,)),))
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_between_writing_and_renaming_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """It waits for no disk; one that is killed there leaves the same files."""
     ended = subprocess.run(

@@ -7,6 +7,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
@@ -148,6 +149,7 @@ def test_ranks_compare_by_time_and_short_steps_often_enough_for_a_median(pool: P
         assert min(gaps) >= min(1.0, wall), wall
 
 
+@pytest.mark.slow
 def test_there_is_another_plan_within_a_minute_and_the_first_one_again_afterwards(pool: Pool) -> None:
     for wall in (0.5, 10.0):
         found = on_all(pool, wall, [(100.0, EVEN, False), (200.0, SLOW, False), (320.0, EVEN, False)])
@@ -262,6 +264,7 @@ def test_a_new_plan_is_no_less_exact_than_the_run_may_be(pool: Pool) -> None:
     assert pool.run(2, searched) == [(False, True)] * 2
 
 
+@pytest.mark.slow
 def test_a_run_that_would_miss_its_deadline_has_a_faster_plan(pool: Pool) -> None:
     """The plan with the least energy leaves devices out; where steps take longer than planned, these have to help."""
     alone = sum(

@@ -198,7 +198,7 @@ def without_a_way(rank: int, world_size: int, store: Store, token: str, ports: S
     """Rank 1 has another token than rank 0, whom it connects to."""
     hosts, links = linked(rank, world_size, token if rank == 0 else make_token().text, ports, True)
     try:
-        Group(store, rank, world_size, 1.0, hosts, links=links)
+        Group(store, rank, world_size, 5.0, hosts, links=links)
     except PeerLost as error:
         return str(error)
     finally:

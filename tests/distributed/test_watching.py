@@ -46,6 +46,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "test"
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_read(recorded: Path) -> None:
     run = LiveRun(recorded)
     run.poll()

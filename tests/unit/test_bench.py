@@ -124,6 +124,7 @@ def test_a_run_without_steps_and_a_damaged_record_are_named(tmp_path: Path) -> N
         load_run("x", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_table_in_a_terminal_is_whole_at_80_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

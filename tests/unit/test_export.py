@@ -156,6 +156,7 @@ for name in ("model.pt", "model.safetensors"):
 """
 
 
+@pytest.mark.slow
 def test_a_model_is_never_in_memory_twice(tmp_path: Path) -> None:
     size = 96 << 20
     stages = [{f"model/{number}": torch.ones(size // 16)} for number in range(4)]  # 4 bytes each

@@ -189,6 +189,7 @@ print(size(held := model.stage(3, 4)), opened - before, resident() - opened)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures memory as Linux tells it")
+@pytest.mark.slow
 def test_what_a_rank_takes_of_a_large_model_and_of_a_large_file_is_measured(tmp_path: Path) -> None:
     """Of 260 MB, a stage takes its own tensors, and the part of the file that has them; opening takes next to nothing.
 
