@@ -126,8 +126,8 @@ def measure(rank: int, hosts: list[str], wanted: Arguments) -> dict[str, Any]:
                 found["cpu"].setdefault(f"{way}/{strategy}", []).append((used() - processor) / wanted.steps)
                 found["moved"].setdefault(f"{way}/{strategy}", []).append((network_bytes() - sent) / wanted.steps)
         for way, group in groups.items():
-            if not wanted.rate and turn >= 0:
-                found["carry"].setdefault(way, []).append(carry(group, used))
+            if turn >= 0:
+                found["carry"].setdefault(way, []).append(carry(group, used, _SIZE >> 3 if wanted.rate else _SIZE))
     for group in groups.values():
         group.close()
     for tunnel in tunnels.values():
@@ -173,18 +173,18 @@ def session(group: Any, strategy: str, wanted: Arguments) -> Any:
     return lambda: made.step(batch, 0.01)
 
 
-def carry(group: Any, used: Any) -> list[float]:
+def carry(group: Any, used: Any, size: int) -> list[float]:
     """Return the seconds and the processor's seconds for a gigabyte from rank 0 to rank 1."""
     import torch
 
-    content, tag = torch.zeros(_SIZE, dtype=torch.uint8), group.channel("probe").tag()
+    content, tag = torch.zeros(size, dtype=torch.uint8), group.channel("probe").tag()
     group.barrier()
     processor, began = used(), time.perf_counter()
     for _ in range(8):
         work = group.send(content, 1, tag) if group.rank == 0 else group.receive(content, 0, tag)
         group.wait(work, 1 - group.rank)
     group.barrier()
-    scale = 1e9 / (8 * _SIZE)
+    scale = 1e9 / (8 * size)
     return [(time.perf_counter() - began) * scale, (used() - processor) * scale]
 
 
@@ -210,13 +210,12 @@ def show(first: dict[str, Any], second: dict[str, Any], wanted: Arguments) -> No
                 f"{cpu * 1e3:7.1f} ms of the processor (both ranks), {moved:6.1f} MB on the cable"
             )
     for way in WAYS:
-        if first["carry"]:
-            seconds = statistics.median(pair[0] for pair in first["carry"][way])
-            cpu = [statistics.median(pair[1] for pair in one["carry"][way]) for one in (first, second)]
-            print(
-                f"{way:14} {1000 / seconds:6.0f} MB/s, seconds of the processor for a GB: {cpu[0]:.2f} to send, "
-                f"{cpu[1]:.2f} to receive"
-            )
+        seconds = statistics.median(pair[0] for pair in first["carry"][way])
+        cpu = [statistics.median(pair[1] for pair in one["carry"][way]) for one in (first, second)]
+        print(
+            f"{way:14} {1000 / seconds:6.1f} MB/s, seconds of the processor for a GB: {cpu[0]:.2f} to send, "
+            f"{cpu[1]:.2f} to receive"
+        )
         setup, connect = (max(one[name][way] for one in (first, second)) for name in ("setup", "connect"))
         print(f"{way:14} {setup * 1e3:5.0f} ms to set up, {connect * 1e3:5.0f} ms to connect a group")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
+import select
+import socket
 import subprocess
 import sys
 from ipaddress import IPv4Address
@@ -27,7 +30,10 @@ from horizonml.comm.tunnel.addresses import (
     stand_in_address,
 )
 from horizonml.comm.tunnel.client import AES, CHACHA, configuration, link_port, offered
+from horizonml.comm.tunnel.ends import SecureEnd
 from horizonml.errors import SecurityError
+from horizonml.security.tls import client_context, server_context
+from horizonml.security.token import make_token
 from tests.programs import not_portable
 
 # What gloo of PyTorch 2.13 published for rank 1 of 3 at 127.64.0.4:33949 on a machine called "vm".
@@ -143,3 +149,37 @@ def test_a_machine_may_have_another_port() -> None:
     for text in ("x", "0", "65536", "-1"):
         with pytest.raises(SecurityError, match="HORIZONML_LINK_PORT must be a port"):
             link_port(29401, {"HORIZONML_LINK_PORT": text})
+
+
+async def shake_hands() -> tuple[SecureEnd, SecureEnd]:
+    token = make_token()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there = listener.accept()[0]
+    for one in (here, there):
+        one.setblocking(False)
+    ends = SecureEnd(here, client_context(token), False), SecureEnd(there, server_context(token), True)
+    await asyncio.gather(*(end.handshake() for end in ends))
+    return ends
+
+
+def wakes(end: SecureEnd, seconds: float) -> bool:
+    return bool(select.select([end.socket], [], [], seconds)[0])
+
+
+def test_nobody_is_woken_for_a_part_of_a_record() -> None:
+    """Neither for less than its header, which says how long it is, nor for less than all of it."""
+    here, there = asyncio.run(shake_hands())
+    content = os.urandom(40_000)
+    with here.socket, there.socket:
+        sealed, found, at = bytes(here.seal(memoryview(content))), b"", 0
+        for stop, woken in ((3, True), (4, False), (100, True), (10_000, False), (20_000, True), (len(sealed), True)):
+            here.socket.sendall(sealed[at:stop])
+            at = stop
+            assert wakes(there, 10 if woken else 0.3) is woken, stop
+            if woken:
+                found += bytes(there.read() or b"")
+        while len(found) < len(content):
+            assert wakes(there, 10)
+            found += bytes(there.read() or b"")
+        assert found == content

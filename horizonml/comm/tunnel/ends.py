@@ -17,6 +17,7 @@ from typing import TypeVar
 T = TypeVar("T")
 _CHUNK = 128 << 10  # bytes that are carried at a time, and at most kept for an end that is slower
 _MOST_HANDSHAKE = 64 << 10  # bytes, of which a handshake takes about 2,000
+_HEADER = 5  # bytes of a record's header in TLS, of which the last two are the length of what follows (RFC 8446, 5.1)
 
 # One thread carries everything, so that all connections share these.
 _raw = memoryview(bytearray(_CHUNK))
@@ -59,6 +60,8 @@ class SecureEnd:
         self._tls = context.wrap_bio(self._arrived, self._leaving, server_side)
         self._plain, self._early = False, b""
         self._total = 0  # bytes that have come during the handshake
+        self._missing, self._header = 0, b""  # of the record that has begun to come
+        self._least = 1  # bytes for which the kernel wakes this process
 
     async def handshake(self) -> None:
         """Shake hands. Raises OSError, and ssl.SSLError if the other side does not have the token."""
@@ -103,7 +106,8 @@ class SecureEnd:
             if self._plain:
                 return _raw[:size]
             if size:
-                self._arrived.write(_raw[:size])
+                self._take(_raw[:size])
+                self._await_record()
             else:
                 self._arrived.write_eof()
         found = 0
@@ -152,7 +156,28 @@ class SecureEnd:
                 raise ConnectionResetError("the handshake is too long")
             if not more:  # which is an error of its own in some releases of OpenSSL, and in others none
                 raise ConnectionResetError("it closed the connection")
-            self._arrived.write(more)
+            self._take(memoryview(more))
+
+    def _take(self, content: memoryview) -> None:
+        """Hand what has come to TLS, and find out how much is missing of the last record."""
+        self._arrived.write(content)
+        at, header = self._missing, self._header
+        while (stop := at + _HEADER - len(header)) <= len(content):
+            header += content[at:stop]
+            at, header = stop + int.from_bytes(header[-2:]), b""
+        if at < len(content):
+            at, header = len(content), header + content[at:]
+        self._missing, self._header = at - len(content), header
+
+    def _await_record(self) -> None:
+        """Let the kernel wake this process when a record is whole: TLS can do nothing with a part of it.
+
+        A slow link brings a record packet by packet, and waking for each of them would cost more than decrypting it.
+        """
+        least = self._missing or (_HEADER - len(self._header) if self._header else 1)
+        if least != self._least:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._least = least
 
     async def _flush(self) -> None:
         """Send what TLS has to say. Raises OSError."""
