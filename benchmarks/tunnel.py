@@ -53,8 +53,8 @@ def main() -> None:
     given = parser.parse_args()
     wanted = Arguments(given.rate, given.rounds, given.steps, given.ddp_batch, given.pipeline_batch)
     if given.rank is not None:
-        print(json.dumps(measure(given.rank, given.hosts, wanted)))
-        return
+        print(json.dumps(measure(given.rank, given.hosts, wanted)), flush=True)
+        os._exit(0)  # gloo's threads may not outlive the interpreter
     first, second = launch(sys.argv[1:], wanted)
     show(first, second, wanted)
 
