@@ -54,7 +54,7 @@ def main() -> None:
     wanted = Arguments(given.rate, given.rounds, given.steps, given.ddp_batch, given.pipeline_batch)
     if given.rank is not None:
         print(json.dumps(measure(given.rank, given.hosts, wanted)), flush=True)
-        os._exit(0)  # gloo's threads may not outlive the interpreter
+        os._exit(0)  # without ending the interpreter, at which threads of gloo may abort the process
     first, second = launch(sys.argv[1:], wanted)
     show(first, second, wanted)
 

@@ -256,12 +256,8 @@ Story = st.lists(st.tuples(Event, st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0, 5.0
 
 # The stories are the same each time, because of random ones about 1 in 30,000 fails still: see the known fault below.
 # Those of every night are random.
-@settings(
-    max_examples=150 if NIGHTLY else 40,
-    deadline=None,
-    derandomize=not NIGHTLY,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None, derandomize=not NIGHTLY, suppress_health_check=[HealthCheck.too_slow])
 @given(Story)
 # The first one of a group back at a service that had not seen it kept the second one out.
 @example([(("kill", 1), 1.0), (("cut", {TOLD}), 0.25), (("kill", 2), 2.0), (("kill", 0), 0.25)])
