@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
@@ -28,6 +29,12 @@ def safe_name(name: object) -> str:
     if name.startswith(".") or not name.isprintable() or any(separator in name for separator in "/\\:"):
         raise ValueError(f"{name!a} is not a plain name of a file: it is hidden, a path, or not printable")
     return name
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def inside(folder: Path, name: object) -> Path:

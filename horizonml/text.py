@@ -33,6 +33,12 @@ def _plain(character: str) -> str:
     return character if harmless else ascii(character)[1:-1]
 
 
+def shown(value: object) -> str:
+    """Return a value from elsewhere as it may stand in a message: short, on one line, and plain."""
+    plain = type(value).__name__ if isinstance(value, dict | list) else ascii(value)
+    return plain if len(plain) <= 60 else f"{plain[:60]} ..."
+
+
 def human_bytes(count: float) -> str:
     """Return a number of bytes with its unit: 1536 becomes "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from horizonml.cli.options import Emulate
+from horizonml.cli.options import Emulate, Overrides
 from horizonml.machine.code import require
 
 if TYPE_CHECKING:
@@ -67,9 +67,6 @@ Data = Annotated[
 DataFolder = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Where the data lies, or is downloaded to.", show_default=False)
 ]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the job (repeatable).")
-]
 Repeats = Annotated[
     int, typer.Option(metavar="N", min=1, help="Repeats of everything, with seeds of their own: error bars.")
 ]
@@ -105,7 +102,7 @@ def compare(
     strategies: Strategies = None,
     data: Data = "cifar10",
     data_folder: DataFolder = None,
-    overrides: Set = None,
+    overrides: Overrides = None,
     repeats: Repeats = 1,
     emulate: Emulate = None,
     out: Annotated[
@@ -149,7 +146,7 @@ def scaling(
     steps: Annotated[int, typer.Option(metavar="N", min=4, help="Steps of each run.")] = 12,
     data: Data = "synthetic",
     data_folder: DataFolder = None,
-    overrides: Set = None,
+    overrides: Overrides = None,
     repeats: Repeats = 1,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder for records and report. Default: runs/scaling-MODE.")
@@ -187,7 +184,7 @@ def batch_size(
     strategy: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(STRATEGIES)}.")] = "single",
     workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", min=1, help="World size.")] = 1,
     steps: Annotated[int, typer.Option(metavar="N", min=2, help="Steps of each run; the first half is warm-up.")] = 4,
-    overrides: Set = None,
+    overrides: Overrides = None,
     repeats: Repeats = 1,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for records and report.")] = Path(
         "runs/batch-size"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from horizonml.cli.options import Overrides
 from horizonml.cli.tables import layout, print_text, terminal_width
 from horizonml.errors import ClusterError, JobError
 from horizonml.machine.code import require
@@ -81,9 +82,7 @@ def submit(
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name in the cluster. Default: the job's.", show_default=False)
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the job (repeatable).")
-    ] = None,
+    overrides: Overrides = None,
     workers: Annotated[
         int | None, typer.Option("--workers", "-n", metavar="N", min=1, help="World size.", show_default=False)
     ] = None,

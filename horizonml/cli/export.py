@@ -9,14 +9,16 @@ import typer
 
 _FORMATS = "auto, state-dict, safetensors, onnx or torch-export"
 
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT", help="A checkpoint, or a run's folder (its newest intact one).", show_default=False
+    ),
+]
+
 
 def export(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT", help="A checkpoint, or a run's folder (its newest intact one).", show_default=False
-        ),
-    ],
+    checkpoint: Checkpoint,
     output: Annotated[
         Path,
         typer.Argument(
@@ -94,12 +96,6 @@ def export(
         print(f"wrote {done.card}, its model card: fill in the licence")
 
 
-Checkpoint = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CHECKPOINT", help="A checkpoint, or a run's folder (its newest intact one).", show_default=False
-    ),
-]
 Data = Annotated[
     str | None,
     typer.Option(

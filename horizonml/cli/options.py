@@ -27,6 +27,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the job, e.g. optimizer.lr=0.1 (repeatable)."),
 ]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
+]
 Workers = Annotated[
     int | None,
     typer.Option(

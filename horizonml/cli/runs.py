@@ -129,11 +129,11 @@ def stop(
     device has joined, only its own part stops.
     """
     from horizonml.report.live import LiveRun
-    from horizonml.report.page.server import StopHere
+    from horizonml.report.page.server import stop_here
     from horizonml.telemetry.lifeline import living_ranks
 
     folder = find_run(run)
-    print(StopHere(folder)(), flush=True)
+    print(stop_here(folder), flush=True)
     deadline = time.monotonic() + _STOP_SECONDS
     while wait and living_ranks(folder) is not None:
         if time.monotonic() > deadline:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from horizonml.cli.options import Device, Emulate, JobFile, MeasureAgain, Overrides, Workers, load_job
+from horizonml.cli.options import Device, Emulate, Fresh, JobFile, MeasureAgain, Overrides, Workers, load_job
 from horizonml.errors import JobError
 from horizonml.text import nearest
 
@@ -97,9 +97,7 @@ def train(
     device: Device = None,
     measure_again: MeasureAgain = False,
     emulate: Emulate = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
-    ] = False,
+    fresh: Fresh = False,
     metrics: Annotated[
         str | None,
         typer.Option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from horizonml.cli.options import Device, JobFile, MeasureAgain, Overrides, load_job
+from horizonml.cli.options import Device, Fresh, JobFile, MeasureAgain, Overrides, load_job
 
 if TYPE_CHECKING:
     from horizonml.job.schema import Job
@@ -56,9 +56,7 @@ def rendezvous(
             help="Name or address under which COMMAND's ranks reach this machine. Default: its host name.",
         ),
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Do without a token: any stranger who reaches the port can take part.")
-    ] = False,
+    insecure: Insecure = False,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -132,9 +130,7 @@ def up(
         bool, typer.Option("--share-data", help="Send the job's data to devices that lack it and accept it.")
     ] = False,
     train: Annotated[bool, typer.Option(help="Train on this device, too, as rank 0.")] = True,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
-    ] = False,
+    fresh: Fresh = False,
     page: Annotated[
         bool | None,
         typer.Option(

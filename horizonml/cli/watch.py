@@ -7,8 +7,9 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +22,6 @@ from horizonml.machine.code import require
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from horizonml.report.live import LiveRun
     from horizonml.security.token import Token
 
 _PLAIN_WIDTH = 110  # columns without a terminal
@@ -57,12 +57,18 @@ def _watch_in_terminal(run: Path, once: bool, every: float) -> None:
     from rich.console import Console
 
     from horizonml.report.live import LiveRun
+    from horizonml.report.top import ASCII, UNICODE, frame
 
-    console = Console(highlight=False)
-    shown = _Shown(LiveRun(run), console.encoding.lower().startswith("utf"))
+    console, shown = Console(highlight=False), LiveRun(run)
+    signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
+
+    def lines(width: int, height: int | None) -> list[Text]:
+        shown.poll()
+        return frame(shown, width, height, signs)
+
     if once or not console.is_terminal:
         width = console.width if console.is_terminal or os.environ.get("COLUMNS", "").isdigit() else _PLAIN_WIDTH
-        for line in shown.lines(width, None):
+        for line in lines(width, None):
             console.print(line, soft_wrap=True)
         return
     from rich.console import Group
@@ -70,64 +76,47 @@ def _watch_in_terminal(run: Path, once: bool, every: float) -> None:
 
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(Group(*shown.lines(console.width, console.height)), refresh=True)
+            live.update(Group(*lines(console.width, console.height)), refresh=True)
             if pressed(every):
                 return
 
 
-class _Shown:
-    """Reads a run and what is known of its plan, again and again."""
-
-    def __init__(self, run: LiveRun, unicode: bool) -> None:
-        self._run, self._unicode = run, unicode
-
-    def lines(self, width: int, height: int | None) -> list[Text]:
-        """Return the run's present state in so many columns and lines."""
-        from horizonml.report.top import ASCII, UNICODE, frame
-
-        self._run.poll()
-        return frame(self._run, width, height, UNICODE if self._unicode else ASCII)
-
-
-class _Pressed:
-    """Waits for keys."""
-
-    def __init__(self, reads: bool) -> None:
-        self._reads = reads
-
-    def __call__(self, seconds: float) -> bool:
-        """Wait so long, or until q or Ctrl-C is pressed, and return whether it was."""
-        end = time.monotonic() + seconds
-        try:
-            while (left := end - time.monotonic()) > 0:
-                if not self._reads:
-                    time.sleep(left)
-                elif select.select([sys.stdin], [], [], left)[0]:
-                    key = os.read(sys.stdin.fileno(), 1)
-                    if key in (b"q", b"Q", b""):  # nothing, where the terminal is gone
-                        return True
-        except KeyboardInterrupt:
-            return True
-        return False
+def _pressed(reads: bool, seconds: float) -> bool:
+    """Wait so long, or until q or Ctrl-C is pressed if keys can be read, and return whether it was."""
+    end = time.monotonic() + seconds
+    try:
+        while (left := end - time.monotonic()) > 0:
+            if not reads:
+                time.sleep(left)
+            elif select.select([sys.stdin], [], [], left)[0]:
+                key = os.read(sys.stdin.fileno(), 1)
+                if key in (b"q", b"Q", b""):  # nothing, where the terminal is gone
+                    return True
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 @contextmanager
-def _keys() -> Iterator[_Pressed]:
-    """Read keys at once and without showing them, where the input is a terminal; restore the terminal afterwards."""
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Read keys at once and without showing them, where the input is a terminal; restore the terminal afterwards.
+
+    What this yields waits for them; see `_pressed`.
+    """
     try:
         import termios
         import tty
 
         before = termios.tcgetattr(sys.stdin)
     except (ImportError, OSError, ValueError):  # not Unix, or the input is no terminal
-        yield _Pressed(False)
+        yield partial(_pressed, False)
         return
     except termios.error:
-        yield _Pressed(False)
+        yield partial(_pressed, False)
         return
     try:
         tty.setcbreak(sys.stdin)
-        yield _Pressed(True)
+        yield partial(_pressed, True)
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
@@ -164,8 +153,9 @@ def watch(
     from horizonml.machine.network import is_loopback
     from horizonml.machine.signals import stop_on_signal
     from horizonml.report.page.runs import RunsServer
-    from horizonml.report.page.server import PageServer, StopHere
+    from horizonml.report.page.server import PageServer, stop_here
     from horizonml.report.runs import is_run
+    from horizonml.telemetry.lifeline import living_ranks
 
     if not run.is_dir():
         raise JobError(f"{run} is not a folder; name that of a run, such as runs/digits, or of runs")
@@ -177,8 +167,8 @@ def watch(
         )
     page: PageServer | RunsServer
     if is_run(run):
-        token, stop_run = _token(), StopHere(run)
-        page = PageServer(run, (host, port), token, {"stop": stop_run}, possible=lambda name: stop_run.is_possible())
+        actions = {"stop": partial(stop_here, run)}
+        page = PageServer(run, (host, port), _token(), actions, possible=lambda name: living_ranks(run) is not None)
     else:
         page = RunsServer(run, (host, port))
     with stop_on_signal() as stop, page as server:

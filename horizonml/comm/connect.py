@@ -20,11 +20,11 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
@@ -40,7 +40,7 @@ from horizonml.comm.tunnel.addresses import (
     stand_in_address,
 )
 from horizonml.comm.tunnel.client import Links, TunnelGone
-from horizonml.comm.work import GLOO_ERRORS, WAIT_SECONDS, short
+from horizonml.comm.work import GLOO_ERRORS, WAIT_SECONDS, in_thread, short
 from horizonml.errors import PeerLost, TooManyFiles, is_out_of_files
 
 _UNUSED = 1  # a port, of a rank that connects to this one
@@ -365,25 +365,11 @@ class Connections:
         Raises PeerLost as soon as the group is over, and RuntimeError if `action` takes longer than it may; the thread
         is then left to itself.
         """
-        done: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
-
-        def run() -> None:
-            try:
-                done.put((action(), None))
-            except Exception as error:  # noqa: BLE001 (it is raised below)
-                done.put((None, error))
-
-        threading.Thread(target=run, name="group-connect", daemon=True).start()
+        done = in_thread(action, "group-connect")
         until = time.monotonic() + seconds + _MARGIN_SECONDS
-        while True:
-            try:
-                found, error = done.get(timeout=WAIT_SECONDS)
-                break
-            except Empty:
-                if self._over.is_set():
-                    raise PeerLost(_BROKEN_OFF) from None
-                if time.monotonic() > until:
-                    raise RuntimeError("no answer from the rendezvous service") from None
-        if error is not None:
-            raise error
-        return cast(T, found)
+        while not wait([done], WAIT_SECONDS).done:
+            if self._over.is_set():
+                raise PeerLost(_BROKEN_OFF)
+            if time.monotonic() > until:
+                raise RuntimeError("no answer from the rendezvous service")
+        return done.result()

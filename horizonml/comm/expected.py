@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
+from horizonml.text import shown
+
 T = TypeVar("T")
 Reader = Callable[[Any], T]
 
 MOST_WHOLE = (1 << 62) - 1
-_SHOWN = 60  # characters of a wrong value in an error
 _MOST_TEXT = 1 << 16  # characters of an error or a name
 
 
@@ -139,9 +140,3 @@ def instance(kind: type[T]) -> Reader[T]:
         return found
 
     return read
-
-
-def shown(value: object) -> str:
-    """Return a value from another rank as it may stand in a message: short, on one line, and plain."""
-    plain = type(value).__name__ if isinstance(value, dict | list) else ascii(value)
-    return plain if len(plain) <= _SHOWN else f"{plain[:_SHOWN]} ..."

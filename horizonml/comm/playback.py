@@ -10,13 +10,11 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
-from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from horizonml.comm.work import Done
+from horizonml.comm.work import Done, Later
 from horizonml.errors import PeerLost
 
 Messages = Mapping[tuple[int, int], Tensor]  # by sender and tag
@@ -107,7 +105,7 @@ class Recording:
     def recv(self, into: list[Tensor], peer: int, tag: int) -> Done:
         """Receive a message that was recorded, or that another lost rank sends. Raises PeerLost."""
         if peer in self._playback.ranks:
-            return _Later(lambda: into[0].copy_(self._playback.take((peer, self._rank, tag))))
+            return Later(lambda: into[0].copy_(self._playback.take((peer, self._rank, tag))))
         if (peer, tag) not in self.messages:
             raise PeerLost(f"message {tag} of rank {peer} was not recorded")
         into[0].copy_(self.messages[peer, tag])
@@ -134,20 +132,8 @@ class _Sums:
         self._playback, self._rank, self._name, self._count = playback, rank, name, len(ranks)
         self._calls = 0
 
-    def allreduce(self, tensors: list[Tensor]) -> _Later:
+    def allreduce(self, tensors: list[Tensor]) -> Later:
         """Sum a vector in place."""
         name, self._calls = (self._name, self._calls), self._calls + 1
         self._playback.add(name, self._rank, tensors[0])
-        return _Later(lambda: tensors[0].copy_(self._playback.total(name, self._count)))
-
-
-class _Later(Done):
-    """Stands for work that is done when it is waited for."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work: Callable[[], Any] | None = work
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            work()
+        return Later(lambda: tensors[0].copy_(self._playback.total(name, self._count)))

@@ -11,13 +11,16 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from horizonml.errors import PeerLost
+
+T = TypeVar("T")
 
 WAIT_SECONDS = 0.2  # before a rank looks again whether its group is over
 _WAIT = timedelta(seconds=WAIT_SECONDS)
@@ -155,16 +158,30 @@ class Done:
         return None
 
 
-@dataclass
-class FromItself:
-    """Stands for a message from this rank to itself, which is sent by the time the rank waits for it."""
+class Later(Done):
+    """Stands for work that is done when it is waited for the first time."""
 
-    outbox: dict[int, Tensor]
-    tag: int
-    into: Tensor
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work: Callable[[], Any] | None = work
 
-    def wait(self) -> None:
-        self.into.copy_(self.outbox.pop(self.tag))
+    def wait(self, timeout: timedelta | None = None) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work()
+
+
+def in_thread(action: Callable[[], T], name: str) -> Future[T]:
+    """Run an action in a thread of its own, which ends with the process, and return what it will come to."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(action())
+        except BaseException as error:  # noqa: BLE001  (who asks for the result gets it)
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 class Naming:

@@ -142,19 +142,11 @@ class DataInfo:
     def to_json(self) -> dict[str, object]:
         """Return the fields as a JSON object."""
         return {
-            "train": self.train,
-            "held_out": self.held_out,
+            **vars(self),
             "inputs": [spec.to_json() for spec in self.inputs],
             "names": list(self.names),
-            "outputs": self.outputs,
             "target": self.target.to_json() if self.target is not None else None,
-            "task": self.task,
-            "unreadable": self.unreadable,
-            "shards": self.shards,
             "labels": list(self.labels),
-            "encoding": self.encoding,
-            "characters": self.characters,
-            "unigram": self.unigram,
         }
 
     @classmethod

@@ -7,7 +7,6 @@ for a while is asked again, up to a limit.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from horizonml.errors import DataError, HorizonError
-from horizonml.files import safe_name
+from horizonml.files import checksum, safe_name
 from horizonml.machine.code import require
 from horizonml.machine.network import SPARE_BYTES, http_session, is_confined, reason
 from horizonml.spec.base import check_url, is_place_elsewhere
@@ -203,12 +202,6 @@ def _words(error: Exception) -> str:
         return "it does not answer"
     cause = error.__cause__ if isinstance(error.__cause__, PermissionError) else error
     return str(cause) or type(cause).__name__
-
-
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _parse(content: bytes, place: str) -> Index:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -194,7 +194,7 @@ class JoinedBatch:
 
     def inputs(self, start: int, stop: int) -> Inputs:
         """Return the inputs of rows `start` to `stop - 1`."""
-        found = self._collect(start, stop, lambda part, first, end: part.batch.inputs(first, end))
+        found = [part.batch.inputs(part.start, part.stop) for part in self._between(start, stop)._parts]
         joined = join([list(tree) if isinstance(tree, tuple) else tree for tree in found])
         if isinstance(joined, Tensor):
             return joined
@@ -202,16 +202,7 @@ class JoinedBatch:
 
     def targets(self, start: int, stop: int) -> Tree:
         """Return the targets of rows `start` to `stop - 1`."""
-        return join(self._collect(start, stop, lambda part, first, end: part.batch.targets(first, end)))
-
-    def _collect(self, start: int, stop: int, read: Callable[[BatchRows, int, int], Tree]) -> list[Tree]:
-        found, before = [], 0
-        for part in self._parts:
-            first, end = max(start - before, 0), min(stop - before, part.size)
-            if first < end:
-                found.append(read(part, part.start + first, part.start + end))
-            before += part.size
-        return found
+        return join([part.batch.targets(part.start, part.stop) for part in self._between(start, stop)._parts])
 
     def split(self, pieces: int) -> list[JoinedBatch]:
         """Return the rows in so many pieces of about the same size, without those that would be empty."""

@@ -34,12 +34,12 @@ from torch import Tensor
 from horizonml.data import own
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.data.files import PHOTO_SIZE, photo_of, read_picture
-from horizonml.data.origin import INDEX, Index, Origin, StreamShard, checksum
+from horizonml.data.origin import INDEX, Index, Origin, StreamShard
 from horizonml.data.own import Opened
 from horizonml.data.samples import tree_of
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError, HorizonError, is_out_of_memory
-from horizonml.files import cache_folder
+from horizonml.files import cache_folder, checksum
 from horizonml.machine.network import CONFINED_BYTES, is_confined
 from horizonml.text import human_bytes
 

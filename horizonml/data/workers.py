@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -37,14 +36,19 @@ _PATIENCE = 30.0  # seconds without samples after which the log says so
 _log = logging.getLogger(__name__)
 
 
-class Pending(Protocol):
-    """Stands for rows that are being read."""
+class Later:
+    """Stands for rows that are read, or waited for, when they are asked for the first time."""
+
+    def __init__(self, read: Callable[[], Rows], cancel: Callable[[], object] = lambda: None) -> None:
+        """`cancel` gives up rows that nobody has begun to read."""
+        self._read, self.cancel = read, cancel
+        self._found: Rows | None = None
 
     def rows(self) -> Rows:
         """Return the rows, once they are read. Raises what reading them raised."""
-
-    def cancel(self) -> None:
-        """Give up rows that nobody has begun to read."""
+        if self._found is None:
+            self._found = self._read()
+        return self._found
 
 
 class Workers(Protocol):
@@ -52,7 +56,7 @@ class Workers(Protocol):
 
     count: int
 
-    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
+    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Later:
         """Begin to read the wanted parts of rows `start` to `stop - 1`."""
 
     def close(self) -> None:
@@ -81,78 +85,17 @@ def _automatic(spec: DataSpec) -> int:
     return max(1, min(_MOST_WORKERS, int(available_cores()) - torch.get_num_threads()))
 
 
-@dataclass(frozen=True)
-class Known:
-    """Stands for rows that are there."""
-
-    found: Rows
-
-    def rows(self) -> Rows:
-        """Return the rows."""
-        return self.found
-
-    def cancel(self) -> None:
-        """Do nothing: nobody reads them."""
-
-
 class Inline:
     """Reads rows in the calling thread, when they are asked for."""
 
     count = 0
 
-    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
+    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Later:
         """Remember which rows to read."""
-        return _Later(lambda: batch.rows(start, stop, inputs, targets))
+        return Later(lambda: batch.rows(start, stop, inputs, targets))
 
     def close(self) -> None:
         """Do nothing: there is nothing to end."""
-
-
-class _Later:
-    """Reads rows when they are asked for the first time."""
-
-    def __init__(self, read: Callable[[], Rows]) -> None:
-        self._read = read
-        self._found: Rows | None = None
-
-    def rows(self) -> Rows:
-        if self._found is None:
-            self._found = self._read()
-        return self._found
-
-    def cancel(self) -> None:
-        return None
-
-
-class _Executed:
-    """Stands for rows that an executor reads."""
-
-    def __init__(self, future: Future[Any], unpack: Callable[[Any], Rows], how_ended: Callable[[], str]) -> None:
-        self._future, self._unpack, self._how_ended = future, unpack, how_ended
-        self._found: Rows | None = None
-
-    def rows(self) -> Rows:
-        if self._found is None:
-            try:
-                self._found = self._unpack(self._patient_result())
-            except BrokenExecutor as error:
-                raise DataError(f"data.workers: a process that loads samples {self._how_ended()}") from error
-        return self._found
-
-    def _patient_result(self) -> Any:
-        """Return what was read; while it does not come, say so, since all ranks wait for it."""
-        seconds = 0.0
-        while wait_for_futures([self._future], _PATIENCE).not_done:
-            seconds += _PATIENCE
-            _log.warning(
-                "data: samples that a step needs have not been read for %.0f s, and all ranks wait for them; if they "
-                "never come, look at the data set's __getitem__ and at the disk or the server that it reads",
-                seconds,
-            )
-        return self._future.result()
-
-    def cancel(self) -> None:
-        self._future.cancel()
 
 
 class _Executor:
@@ -162,14 +105,29 @@ class _Executor:
         self.count, self._executor = count, executor
         self._begun: set[Future[Any]] = set()
 
-    def _submit(self, unpack: Callable[[Any], Rows], function: Callable[..., Any], *arguments: Any) -> Pending:
+    def _submit(self, unpack: Callable[[Any], Rows], function: Callable[..., Any], *arguments: Any) -> Later:
         try:
             future = self._executor.submit(function, *arguments)
         except BrokenExecutor as error:
             future = Future()
             future.set_exception(error)
         self._begun = {one for one in self._begun if not one.done()} | {future}
-        return _Executed(future, unpack, self._how_ended)
+        return Later(lambda: unpack(self._result(future)), future.cancel)
+
+    def _result(self, future: Future[Any]) -> Any:
+        """Return what was read; while it does not come, say so, since all ranks wait for it. Raises DataError."""
+        seconds = 0.0
+        while wait_for_futures([future], _PATIENCE).not_done:
+            seconds += _PATIENCE
+            _log.warning(
+                "data: samples that a step needs have not been read for %.0f s, and all ranks wait for them; if they "
+                "never come, look at the data set's __getitem__ and at the disk or the server that it reads",
+                seconds,
+            )
+        try:
+            return future.result()
+        except BrokenExecutor as error:
+            raise DataError(f"data.workers: a process that loads samples {self._how_ended()}") from error
 
     def _how_ended(self) -> str:
         """Return, as a part of a sentence, how a worker has ended that should not have, and what to do."""
@@ -188,7 +146,7 @@ class Threads(_Executor):
     def __init__(self, count: int) -> None:
         super().__init__(ThreadPoolExecutor(count, "load"), count)
 
-    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
+    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Later:
         """Hand the rows to a thread."""
         return self._submit(lambda rows: rows, batch.rows, start, stop, inputs, targets)
 
@@ -209,7 +167,7 @@ class Processes(_Executor):
         self._processes: dict[int, BaseProcess] = {}  # all that have been started
         super().__init__(self._pool, count)
 
-    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
+    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Later:
         """Hand the rows to a process."""
         part = batch.split is self._data.train, batch.indices.tolist(), batch.augment_seed
         pending = self._submit(pickle.loads, _read, *part, start, stop, inputs, targets)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
-from horizonml.comm.work import Work
+from horizonml.comm.work import Later, Work
 from horizonml.engine.sync.base import Members, SyncedBuffers
 from horizonml.engine.sync.compressed import CodedSum
 from horizonml.models.module_slice import HOST
@@ -94,22 +94,15 @@ class SparseSum:
         self.sent = decode(own, self._values)
         every = [torch.empty_like(own) for _ in self._ranks]
         gathered = self._group.begin_all_gather(own, every, self._ranks, self._number)
-        return _Sparse(gathered, every, vector)
 
+        @torch.no_grad()
+        def take() -> None:
+            gathered.wait()
+            vector.zero_()
+            for encoded in every:
+                vector.add_(decode(encoded, vector.numel()))
 
-class _Sparse:
-    """Stands for a sum whose terms are on their way."""
-
-    def __init__(self, gathered: Work, every: list[Tensor], vector: Tensor) -> None:
-        self._gathered, self._every, self._vector = gathered, every, vector
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Block until the vector holds the sum."""
-        self._gathered.wait()
-        self._vector.zero_()
-        for encoded in self._every:
-            self._vector += decode(encoded, self._vector.numel())
+        return Later(take)
 
 
 MIXING = 0.5  # the part of a member's own parameters that it keeps when an update arrives late

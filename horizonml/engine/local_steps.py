@@ -15,22 +15,23 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from functools import partial
+from typing import NoReturn, Unpack
 
 import torch
 
 from horizonml.comm.expected import boolean
 from horizonml.comm.group import Group
+from horizonml.comm.work import in_thread
 from horizonml.data.dataset import NeededRows
 from horizonml.data.sampler import name_seed
 from horizonml.data.samples import BatchRows, JoinedBatch
 from horizonml.engine.clock import StepResult, Totals, merged
 from horizonml.engine.fragment import Fragment, fragments_of
-from horizonml.engine.session import Session, Trainer
+from horizonml.engine.session import Session, Trainer, Wishes
 from horizonml.engine.sync.base import Members
 from horizonml.engine.verdict import UNCHANGED, TotalsSum, check_held_out
 from horizonml.errors import Diverged, PeerLost, PlanError
@@ -104,7 +105,7 @@ class LocalSession(Trainer):
         self._fragments: list[list[Fragment]] = []  # by number, those of this rank's stages; once training begins
         self._flying: int | None = None  # the fragment whose sum is under way
         self._due = 0  # the step after which it is applied, if no replica is late
-        self._arriving: Arriving | None = None  # waits for it, where the replicas need not
+        self._arriving: Future[None] | None = None  # waits for it, where the replicas need not
         self._ending = False  # whether the next sum is to be a full synchronisation
         self._synced = self._base = state.step
         self._waiting: list[BatchRows] = []  # rows that are to be a part of the next local step
@@ -209,17 +210,7 @@ class LocalSession(Trainer):
             self._samples,
         )
 
-    def step(
-        self,
-        batch: Batch,
-        learning_rate: float,
-        *,
-        measure_divergence: bool = False,
-        stop: bool = False,
-        newcomers: bool = False,
-        look: bool = False,
-        full: bool = False,
-    ) -> StepResult:
+    def step(self, batch: Batch, learning_rate: float, **wishes: Unpack[Wishes]) -> StepResult:
         """Train on this replica's rows of a global batch, and synchronise if it is time; see `Session.step`.
 
         The totals are those of all replicas since the last synchronisation in a step that ends with one, and this
@@ -231,9 +222,10 @@ class LocalSession(Trainer):
         self._begin_training()
         self.state.prepared, self._begun = None, True
         number, self._cpu = self.state.step, cpu_seconds()
-        self._stop, self._newcomers = self._stop or stop, self._newcomers or newcomers
+        self._stop |= wishes.get("stop", False)
+        self._newcomers |= wishes.get("newcomers", False)
         leaving, ahead = self._local.sent(number + 1), self._flying is not None and number >= self._due
-        full = full or (self._ending and leaving is not None)
+        full = wishes.get("full", False) or (self._ending and leaving is not None)
         steps = self._train(batch, learning_rate, full)
         self.state.step = number + 1
         self.clock.restart()
@@ -242,7 +234,7 @@ class LocalSession(Trainer):
             if leaving is not None:
                 self._begin_sum(leaving)
                 if self._local.late:
-                    self._arriving = Arriving(self._fragments[leaving])
+                    self._arriving = in_thread(partial(_arrive, self._fragments[leaving]), "outer gradient")
             if self._flying is not None and self._is_due:
                 totals = self._agree([self._flying])
             full = totals is not None and self._ends(totals)
@@ -261,7 +253,7 @@ class LocalSession(Trainer):
         step, waiting = self.state.step - self._due, self._arriving
         if step < 0 or waiting is None or step >= self._local.late:
             return step >= 0
-        return all(self._inner.group.gather_json(waiting.is_over, boolean))
+        return all(self._inner.group.gather_json(waiting.done(), boolean))
 
     def _ends(self, totals: Totals) -> bool:
         """Return whether a full synchronisation follows one after which replicas have parameters of their own.
@@ -295,8 +287,10 @@ class LocalSession(Trainer):
             self.state.step = number
             seed = self.state.model.seed
             self._inner.draws = name_seed(seed, "replica", self._place, place) if self._place or place else seed
-            with _said_of_replicas(self._synced):
+            try:
                 steps.append(self._inner.step(piece, learning_rate))
+            except Diverged as error:
+                raise Diverged(str(error).replace(UNCHANGED, _SYNCED.format(step=self._synced))) from None
             self._found, self._samples = self._found + self._inner.found, self._samples + piece.size
             self._last = steps[-1].totals
         self._trained = number + 1
@@ -435,34 +429,6 @@ class LocalSession(Trainer):
         self._fragments, self._waiting = [], []
 
 
-class Arriving:
-    """Waits in a thread of its own until the sums of some fragments have arrived."""
-
-    def __init__(self, fragments: Sequence[Fragment]) -> None:
-        self._fragments = fragments
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._wait, name="outer gradient", daemon=True)
-        self._thread.start()
-
-    def _wait(self) -> None:
-        try:
-            for fragment in self._fragments:
-                fragment.wait()
-        except Exception as error:  # noqa: BLE001  (who asks for the result gets it)
-            self._error = error
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the sums have arrived, or never will."""
-        return not self._thread.is_alive()
-
-    def result(self) -> None:
-        """Wait for the sums. Raises PeerLost."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-
 @dataclass(frozen=True)
 class Kept:
     """Describes what a rank has of its own steps when a group begins."""
@@ -490,10 +456,7 @@ def done_by(ranks: Sequence[Kept], agreed: int) -> int | None:
     return agreed if together or any(one.before and not one.replica for one in ranks) else None
 
 
-@contextmanager
-def _said_of_replicas(synced: int) -> Iterator[None]:
-    """Let an error of a replica say what becomes of the parameters."""
-    try:
-        yield
-    except Diverged as error:
-        raise Diverged(str(error).replace(UNCHANGED, _SYNCED.format(step=synced))) from None
+def _arrive(fragments: Sequence[Fragment]) -> None:
+    """Wait until the sums of some fragments have arrived. Raises PeerLost."""
+    for fragment in fragments:
+        fragment.wait()

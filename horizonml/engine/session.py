@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from horizonml.engine.clock import WAYS, Clock, StepResult, Totals, Way
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
 from horizonml.engine.staging import Staging, staging_for
 from horizonml.engine.sync.base import is_looked_at
-from horizonml.engine.verdict import GradientCheck, TiedGradients, Ties, TotalsSum, check_held_out, refuse_loss
+from horizonml.engine.verdict import GradientCheck, TiedGradients, TotalsSum, check_held_out, refuse_loss
 from horizonml.errors import PeerLost
 from horizonml.machine.emulation import pace_here
 from horizonml.machine.host import cpu_seconds
@@ -66,6 +66,16 @@ def run_passes(actions: Sequence[Action], stages: Mapping[int, StageRuntime], cl
         clock.switch("compute", "prepare")
 
 
+class Wishes(TypedDict, total=False):
+    """What a rank may ask for in a step."""
+
+    measure_divergence: bool
+    stop: bool  # to end after this step
+    newcomers: bool  # to take in ranks that want to join
+    look: bool  # to compare times with the plan
+    full: bool  # to have one set of parameters after this step, which all plans have but those with local steps
+
+
 class Trainer(Protocol):
     """Defines what the training loop needs of a session: of a `Session`, and of one that takes local steps.
 
@@ -104,17 +114,7 @@ class Trainer(Protocol):
 
     def follow(self, following: Following) -> None: ...
     def end_following(self) -> None: ...
-    def step(
-        self,
-        batch: Batch,
-        learning_rate: float,
-        *,
-        measure_divergence: bool = False,
-        stop: bool = False,
-        newcomers: bool = False,
-        look: bool = False,
-        full: bool = False,
-    ) -> StepResult: ...
+    def step(self, batch: Batch, learning_rate: float, **wishes: Unpack[Wishes]) -> StepResult: ...
     def evaluate(self, batches: Sequence[Batch]) -> Totals: ...
     def needs(self, size: int, training: bool, step: int) -> NeededRows: ...
     def try_smallest(self, size: int) -> str | None: ...
@@ -165,7 +165,7 @@ class Session(Trainer):
             self.close()  # the parameters must not keep the hooks of a session that has never begun
             raise
         self._totals = TotalsSum(group, task, self.stages, len(plan.stages) - 1)
-        ties = Ties([[(name, state.layer_of(f"model/{name}")) for name in names] for names in model.ties])
+        ties = [[(name, state.layer_of(f"model/{name}")) for name in names] for names in model.ties]
         held_here = {number: stage.parameters for number, stage in self.stages.items()}
         self._tied = TiedGradients(ties, plan, group, self.clock, held_here, self.staging)
         clip_norm = state.optimizer.spec.clip_norm
@@ -193,28 +193,16 @@ class Session(Trainer):
         for stage in self.stages.values():
             stage.share(plan)
 
-    def step(
-        self,
-        batch: Batch,
-        learning_rate: float,
-        *,
-        measure_divergence: bool = False,
-        stop: bool = False,
-        newcomers: bool = False,
-        look: bool = False,
-        full: bool = False,
-    ) -> StepResult:
+    def step(self, batch: Batch, learning_rate: float, **wishes: Unpack[Wishes]) -> StepResult:
         """Train on one global batch and update the parameters.
 
-        The step adds one to `state.step`, which also seeds dropout. `stop` says that this rank wants to end after this
-        step, `newcomers` that it knows of ranks that want to join, and `look` that it wants to compare times with the
-        plan. `full` asks for one set of parameters after this step, which all plans have but those with local steps.
+        The step adds one to `state.step`, which also seeds dropout.
         Raises PeerLost; raises Diverged on every rank, before any parameter changes, if the loss or a gradient is not
         finite.
         """
         self._prepared, self.state.prepared = False, None
         try:
-            return self._step(batch, learning_rate, measure_divergence, stop, newcomers, look)
+            return self._step(batch, learning_rate, wishes)
         except PeerLost:
             if self._prepared:
                 self._leave_open(learning_rate)
@@ -308,14 +296,13 @@ class Session(Trainer):
             every = self.group.gather_json(here, items(mapping(text)))
             require_alike([part for parts in every for part in parts])
 
-    def _step(
-        self, batch: Batch, learning_rate: float, measure_divergence: bool, stop: bool, newcomers: bool, look: bool
-    ) -> StepResult:
+    def _step(self, batch: Batch, learning_rate: float, wishes: Wishes) -> StepResult:
+        stop, newcomers, look = wishes.get("stop", False), wishes.get("newcomers", False), wishes.get("look", False)
         self.clock.restart()
         self._cpu = cpu_seconds()
         self._totals.post()
         self._check.post()
-        actions, runs = self._pass(batch, measure_divergence)
+        actions, runs = self._pass(batch, wishes.get("measure_divergence", False))
         # Where a stage has several members, its gradients may already be travelling between them.
         finite = self._check.before_sums()
         self.clock.switch("wait", "others")

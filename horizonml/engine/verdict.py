@@ -41,19 +41,8 @@ UNCHANGED = (
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-@dataclass(frozen=True)
-class Ties:
-    """Describes which parameters of a model are tied, and the layers that hold them."""
-
-    groups: Sequence[Sequence[tuple[str, int]]]  # the name and the layer of each copy
-
-    def stages(self, plan: Plan) -> list[list[int]]:
-        """Return the stages that hold copies, for each group."""
-        return [sorted({plan.stage_of(layer) for _, layer in group}) for group in self.groups]
-
-    def span(self, plan: Plan) -> bool:
-        """Return whether the copies of any parameter are in several stages."""
-        return any(len(stages) > 1 for stages in self.stages(plan))
+# Which parameters of a model are tied: the name of each copy, and the layer that holds it.
+Ties = Sequence[Sequence[tuple[str, int]]]
 
 
 class TiedGradients:
@@ -71,7 +60,7 @@ class TiedGradients:
         """Prepare; `held[s]` are the parameters of stage s, of which this rank is a member. Raises PlanError."""
         self._group, self._clock, self._staging = group, clock, staging
         self._plan, self._held, self._steps = plan, held, 0
-        self._groups = list(zip(ties.groups, ties.stages(plan), strict=True))
+        self._groups = [(copies, sorted({plan.stage_of(layer) for _, layer in copies})) for copies in ties]
         split = [stage for stage in plan.stages if stage.splits_channels]
         if split and self._groups:
             raise PlanError("parallel.strategy: tensor cannot split a model whose layers share parameters")
@@ -211,8 +200,8 @@ class GradientCheck:
     ) -> None:
         """Prepare; all ranks of the group call this. Without `clip_norm`, gradients are not clipped."""
         self._plan, self._group, self._clock, self._stages = plan, group, clock, stages
-        self._clip_norm, self._tied, self._staging = clip_norm, bool(ties.groups), staging
-        self._repeated = {name for names in ties.groups for name, _ in names[1:]}
+        self._clip_norm, self._tied, self._staging = clip_norm, bool(ties), staging
+        self._repeated = {name for names in ties for name, _ in names[1:]}
         # Members of one stage see the same sums; other stages must be told if a sum is not finite. The norm of a single
         # stage has a round, too: processors that round differently would scale by different factors.
         summing = [stage for stage in plan.stages if len(stage.ranks) > 1]

@@ -48,9 +48,7 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
         values = {}
     if not isinstance(values, dict):
         raise JobError(f"{source}: a job file is a mapping of keys to values, not a {type(values).__name__}")
-    for override in overrides:
-        _apply(values, override)
-    return _checked(values, source)
+    return from_values(values, source, overrides)
 
 
 def from_values(values: Mapping[str, object], source: str, overrides: Iterable[str] = ()) -> Job:
@@ -76,14 +74,6 @@ def changed(job: Job, changes: Mapping[str, Any], source: str | None = None) -> 
     return _checked(
         values, source or f"{job.name} with {', '.join(f'{key}={value}' for key, value in changes.items())}"
     )
-
-
-def overridden(job: Job, overrides: Iterable[str]) -> Job:
-    """Return the job with overrides like `section.key=value` applied, as `load` does. Raises JobError."""
-    values: dict[str, object] = job.model_dump()
-    for override in overrides:
-        _apply(values, override)
-    return _checked(values, job.name)
 
 
 def _checked(values: Mapping[str, object], source: str) -> Job:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from horizonml.errors import JobError
-from horizonml.machine.host import check_device, memory_limit, processor_name
-from horizonml.machine.sensors import number, text
+from horizonml.machine.host import check_device, memory_limit, processor_name, text
+from horizonml.machine.sensors import number
 
 _LIBRARY = "libnvidia-ml.so.1"  # is a part of the driver
 _CORE = 0  # the temperature sensor that every GPU has

@@ -26,9 +26,10 @@ from horizonml.machine.host import (
     killed_on_machine,
     needs_one_thread,
     processor_name,
+    text,
     threads_per_rank,
 )
-from horizonml.machine.sensors import clock, number, text
+from horizonml.machine.sensors import clock, number
 from horizonml.machine.signals import explain_signal
 from horizonml.text import human_bytes, printable
 

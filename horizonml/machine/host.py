@@ -126,14 +126,9 @@ def process_memory() -> int:
 def throttled_seconds(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Return the seconds for which the container's CPU quota has throttled it so far; None without a cgroup."""
     for name, field, unit in (("cpu.stat", "throttled_usec", 1e-6), ("cpu/cpu.stat", "throttled_time", 1e-9)):
-        try:
-            lines = (root / name).read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            key, _, value = line.partition(" ")
-            if key == field:
-                return float(value) * unit
+        value = _named(root / name, field)
+        if value is not None:
+            return float(value) * unit
     return None
 
 
@@ -232,12 +227,23 @@ def needs_one_thread() -> bool:
 _AT_HWCAP, _HWCAP_ATOMICS = 16, 1 << 8  # see getauxval(3), and the kernel's arch/arm64/include/uapi/asm/hwcap.h
 
 
-def _words(path: Path, count: int) -> tuple[str, ...] | None:
+def text(path: Path) -> str:
+    """Return the text of a file of the kernel, which is empty if there is no such file."""
     try:
-        words = path.read_text().split()
+        return path.read_text().strip()
     except OSError:
-        return None
+        return ""
+
+
+def _words(path: Path, count: int) -> tuple[str, ...] | None:
+    words = text(path).split()
     return tuple(words[:count]) if len(words) >= count else None
+
+
+def _named(path: Path, name: str) -> str | None:
+    """Return the value of a line in a file of names and values; None without one."""
+    lines = (line.split() for line in text(path).splitlines())
+    return next((words[1] for words in lines if len(words) > 1 and words[0] == name), None)
 
 
 _M_TRIM_THRESHOLD = -1
@@ -284,15 +290,8 @@ def killed_on_machine(path: Path = Path("/proc/vmstat")) -> int | None:
 
 def _count(path: Path) -> int | None:
     """Return the value of the line `oom_kill` in a file of names and values."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, value = line.partition(" ")
-        if name == "oom_kill" and value.strip().isdigit():
-            return int(value)
-    return None
+    value = _named(path, "oom_kill")
+    return int(value) if value is not None and value.isdigit() else None
 
 
 NAME = "HORIZONML_NAME"  # what this device is called, in place of its host name
@@ -348,12 +347,9 @@ def shared_machine() -> tuple[str, int]:
 
 def processor_name() -> str:
     """Return the processor's name and its number of cores, for people and for the keys of caches."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Model\t", "Hardware")):
-                return f"{line.partition(':')[2].strip()} ({os.cpu_count()} cores)"
-    except OSError:
-        pass  # not Linux
+    for line in text(Path("/proc/cpuinfo")).splitlines():  # none, except on Linux
+        if line.startswith(("model name", "Model\t", "Hardware")):
+            return f"{line.partition(':')[2].strip()} ({os.cpu_count()} cores)"
     return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
 
 
@@ -429,11 +425,7 @@ def rss_bytes() -> int:
 def peak_rss_bytes() -> int:
     """Return the most resident memory that this process has held so far, in bytes."""
     # Not getrusage(2): after an exec, its peak includes that of the process that called it.
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return rss_bytes()
-    peak = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
+    peak = _named(Path("/proc/self/status"), "VmHWM:")
     return int(peak) * 1024 if peak is not None else rss_bytes()
 
 

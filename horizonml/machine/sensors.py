@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from horizonml.machine.host import ProcessorSeconds, is_other_rank, processor_seconds, share_of_others
+from horizonml.machine.host import ProcessorSeconds, is_other_rank, processor_seconds, share_of_others, text
 from horizonml.text import percent
 
 # Sensors of processors: Intel, AMD, boards with ARM. Others, of disks or of a Wi-Fi card, are warmer at rest.
@@ -29,14 +29,6 @@ _PROCESSOR = re.compile(r"coretemp|k10temp|zenpower|cpu|soc|x86_pkg_temp|bcm2835
 _SANE = (-40.0, 150.0)  # degrees; a sensor that is not connected says something else
 _SYS = Path("/sys")
 _HOT = {"passive", "hot", "critical"}  # trip points at which the kernel slows the processor down, or worse
-
-
-def text(path: Path) -> str:
-    """Return the text of a file of the kernel, which is empty if there is no such file."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def number(path: Path, parts: float = 1.0) -> float | None:

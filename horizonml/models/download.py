@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from filelock import FileLock, Timeout
 
 from horizonml.errors import ModelError
-from horizonml.files import MOST_NAME, cache_folder, hub_cache, safe_name
+from horizonml.files import MOST_NAME, cache_folder, checksum, hub_cache, safe_name
 from horizonml.machine.network import CONFINED_BYTES, SPARE_BYTES, is_confined, reason, urlopen
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.spec import WeightsSpec
@@ -90,7 +90,7 @@ def _download(url: str, sha256: str | None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f".{target.name}.lock", timeout=_LOCK_SECONDS):
-            if not target.is_file() or not _is_intact(target, expected):
+            if not target.is_file() or not checksum(target).startswith(expected):
                 _fetch(url, target, expected)
                 if is_confined():
                     _make_room(folder, target)
@@ -117,11 +117,6 @@ def _make_room(folder: Path, newest: Path) -> None:
             return
         path.unlink(missing_ok=True)
         total -= found[path].st_size
-
-
-def _is_intact(path: Path, expected: str) -> bool:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest().startswith(expected)
 
 
 def _fetch(url: str, target: Path, expected: str) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from horizonml.errors import ModelError
-from horizonml.files import cache_folder, safe_name, write_atomically
+from horizonml.files import cache_folder, checksum, safe_name, write_atomically
 from horizonml.models.download import locate
 from horizonml.models.spec import WeightsSpec
 from horizonml.text import count, human_bytes
@@ -160,8 +160,7 @@ def _file_digest(path: Path) -> str:
         note = cache_folder() / "weights" / "digests" / hashlib.sha256(about.encode()).hexdigest()[:32]
         if note.is_file() and len(known := note.read_text()) == 64:
             return known
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = checksum(path)
     except OSError as error:
         raise ModelError(f"model.weights: {path} cannot be read: {error.strerror or error}") from error
     try:

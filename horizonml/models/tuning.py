@@ -288,7 +288,9 @@ def carry_modes(part: nn.Module, modes: Modes) -> None:
         type(module).train(module, mode)
         for path, inner in module.named_modules():
             inner.training = modes[mode].get(path, inner.training)
-        if isinstance(root := module.__dict__.get("_root"), nn.Module):  # of a slice that shares its root's modules
+        if isinstance(
+            root := module.__dict__.get("horizonml_root"), nn.Module
+        ):  # of a slice that shares its root's modules
             root.training = module.training
         return module
 

@@ -130,20 +130,14 @@ class Model:
                 tensor.requires_grad_(recorded[name].requires_grad)
         return WholeModule(root, self.input.names)
 
+    @functools.cached_property
     def parameter_names(self) -> dict[str, int]:
         """Return the layer that holds each parameter and buffer, by the tensor's name in the original model."""
-        return self._names
-
-    @functools.cached_property
-    def _names(self) -> dict[str, int]:
         return _layers_of(self.chain)
 
+    @functools.cached_property
     def parameter_shapes(self) -> list[list[torch.Size]]:
         """Return the shapes of the parameters of every layer that are trained."""
-        return self._shapes
-
-    @functools.cached_property
-    def _shapes(self) -> list[list[torch.Size]]:
         layers = [self.chain.slice(n, n + 1).parameters() for n in range(len(self.chain))]
         return [[parameter.shape for parameter in own if parameter.requires_grad] for own in layers]
 

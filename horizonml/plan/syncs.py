@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -247,36 +247,19 @@ Sync.HOROVOD = Sync(
     install=_HOROVOD,
     only_on_processors=True,
 )
-Sync.HOROVOD_FP16 = Sync(
-    "horovod-fp16",
-    f"{_HALVES[0]} by Horovod",
-    "horizonml.engine.sync.horovod:HorovodSync",
+Sync.HOROVOD_FP16 = replace(
+    Sync.HOROVOD,
+    name="horovod-fp16",
+    what=f"{_HALVES[0]} by Horovod",
     fallback=Sync.HOROVOD,
     error=_HALVES[1],
     ratio=0.5,
     compression="fp16",
-    alone="sums its gradients by Horovod",
-    strategy="horovod",
-    package="horovod",
-    install=_HOROVOD,
-    only_on_processors=True,
 )
 Sync.LOCAL = Sync("local", "nothing in a usual step, as members take local steps", "", Sync.ALL_REDUCE, ratio=0.0)
 
 # The most precise first, of those that strategy auto may choose.
-SYNCS: dict[str, Sync] = {
-    sync.name: sync
-    for sync in (
-        Sync.ALL_REDUCE,
-        Sync.FP16,
-        Sync.INT4,
-        Sync.POWERSGD,
-        Sync.CHANNELS,
-        Sync.HOROVOD,
-        Sync.HOROVOD_FP16,
-        Sync.LOCAL,
-    )
-}
+SYNCS: dict[str, Sync] = {sync.name: sync for sync in vars(Sync).values() if isinstance(sync, Sync)}
 
 
 def offered() -> tuple[Sync, ...]:

@@ -24,7 +24,7 @@ from horizonml.planner.problem import Problem, Watts
 from horizonml.planner.profile import Host, MeasuredLink, Network
 from horizonml.planner.record import Planning
 from horizonml.planner.search import among
-from horizonml.text import nearest, printable
+from horizonml.text import nearest, printable, shown
 
 
 @dataclass(frozen=True)
@@ -223,15 +223,15 @@ def _added(planning: Planning, text: str) -> Added:
         name, value = name.strip(), value.strip()
         if not sign or not value or name not in _FIELDS:
             raise JobError(
-                f"add: {_shown(item)} is none of {', '.join(_FIELDS)}; write for example like:0 or "
+                f"add: {shown(item)} is none of {', '.join(_FIELDS)}; write for example like:0 or "
                 f"speed=0.5,memory=1GiB,rate=100Mbit{nearest(name, _FIELDS)}"
             )
         if name in values:
-            raise JobError(f"add: {name} is given twice in {_shown(text)}")
+            raise JobError(f"add: {name} is given twice in {shown(text)}")
         values[name] = value
     like = _rank(planning, "add: like", values["like"]) if "like" in values else None
     if like is None and not {"memory", "speed"} <= values.keys():
-        raise JobError(f"add: {_shown(text)} names neither the device that it is like, nor its speed and memory")
+        raise JobError(f"add: {shown(text)} names neither the device that it is like, nor its speed and memory")
     name = values.get("name", "")
     if not name.isprintable() or len(name) > 40:
         raise JobError("add: name must be at most 40 printable characters")
@@ -254,7 +254,7 @@ def _watts(text: str | None) -> Watts | None:
     try:
         return Watts.from_json([float(part) for part in text.split("/")])
     except ValueError:
-        raise JobError(f"add: watts: {_shown(text)} is not IDLE/BUSY in watts, such as 2.5/6") from None
+        raise JobError(f"add: watts: {shown(text)} is not IDLE/BUSY in watts, such as 2.5/6") from None
 
 
 def _rate(planning: Planning, link: str, text: str) -> NewRate:
@@ -262,9 +262,9 @@ def _rate(planning: Planning, link: str, text: str) -> NewRate:
     _short("rate", link)
     _short("rate", text)
     rate, _, latency = text.partition(",")
-    bandwidth = _measure(f"rate: {_shown(link)}", "rate", rate)
+    bandwidth = _measure(f"rate: {shown(link)}", "rate", rate)
     assert bandwidth is not None
-    after = _measure(f"rate: latency of {_shown(link)}", "latency", latency or None)
+    after = _measure(f"rate: latency of {shown(link)}", "latency", latency or None)
     if link.strip() == "all":
         return NewRate((), bandwidth, after)
     if link.strip() in planning.names:  # a name may have a dash in it
@@ -274,7 +274,7 @@ def _rate(planning: Planning, link: str, text: str) -> NewRate:
         ends = _two_names(planning, link)
     ranks = tuple(_rank(planning, "rate", end) for end in ends)
     if len(set(ranks)) != len(ranks):
-        raise JobError(f"rate: {_shown(link)} is not a link, for both ends are the same rank")
+        raise JobError(f"rate: {shown(link)} is not a link, for both ends are the same rank")
     return NewRate(ranks, bandwidth, after)
 
 
@@ -303,7 +303,7 @@ def _rank(planning: Planning, parameter: str, text: str) -> int:
     if found is None:
         there = ", ".join(f"{rank} ({name})" for rank, name in list(enumerate(planning.names))[:8])
         more = ", ..." if len(planning.names) > 8 else ""
-        raise JobError(f"{parameter}: {_shown(text)} is not a device of this run; there are {there}{more}")
+        raise JobError(f"{parameter}: {shown(text)} is not a device of this run; there are {there}{more}")
     return found
 
 
@@ -318,16 +318,10 @@ def _measure(parameter: str, name: str, text: str | None) -> float | None:
         problem = printable(error.errors()[0]["msg"].removeprefix("Value error, "), _MOST_TEXT)
         raise JobError(f"{parameter}: {problem}") from None
     if not low <= value <= high:  # which no NaN is
-        raise JobError(f"{parameter}: {_shown(text)} is not from {words}")
+        raise JobError(f"{parameter}: {shown(text)} is not from {words}")
     return float(value)
 
 
 def _short(parameter: str, text: object) -> None:
     if not isinstance(text, str) or len(text) > _MOST_TEXT:
         raise JobError(f"{parameter}: a text of at most {_MOST_TEXT} characters is needed")
-
-
-def _shown(text: str) -> str:
-    """Return a text from elsewhere as it may stand in a message."""
-    plain = ascii(text)
-    return plain if len(plain) <= 60 else f"{plain[:60]} ..."

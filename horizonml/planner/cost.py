@@ -423,7 +423,7 @@ def gentlest(problem: Problem, plan: Plan, computing: float) -> Local | None:
     left out only if that saves as much. If all of them cost more, return those that cost least, or None if the
     constraints allow none. `computing` is what a step of the plan takes without synchronisations.
     """
-    found = [(outer_cost(problem, _with(plan, local), computing).seconds, local) for local in _choices(problem)]
+    found = [(outer_cost(problem, replace(plan, local=local), computing).seconds, local) for local in _choices(problem)]
     most, chosen = _MOST * computing, None
     for is_sparse in (False, True):
         own = [one for one in found if (one[1].format == _SPARSE) == is_sparse]
@@ -431,10 +431,6 @@ def gentlest(problem: Problem, plan: Plan, computing: float) -> Local | None:
         if best is not None and (chosen is None or best[0] < chosen[0] - most):
             chosen = best
     return chosen[1] if chosen is not None else None
-
-
-def _with(plan: Plan, local: Local) -> Plan:
-    return replace(plan, local=local)
 
 
 def _choices(problem: Problem) -> Iterator[Local]:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from horizonml.engine.execution import backward, lay_out, runs_for
 from horizonml.engine.staging import staging_for
@@ -16,10 +16,9 @@ from horizonml.machine.accelerator import computing
 from horizonml.machine.code import where
 from horizonml.machine.host import available_cores, memory_left, return_freed_memory
 from horizonml.models.boundary import flat
-from horizonml.models.module_slice import HOST, bring
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Execution
-from horizonml.profiling.measure import clock, has_quota
+from horizonml.profiling.measure import clock, has_quota, in_training
 from horizonml.state.optim import Optimizer
 from horizonml.state.spec import Adam, Sgd
 
@@ -40,7 +39,7 @@ def samples_per_second(
     memory for it, or if the model does not run on tensors that are made up.
     """
     return_freed_memory()  # which the run has kept, and which would count as taken
-    size = sum(4 * shape.numel() for shapes in model.parameter_shapes() for shape in shapes)
+    size = sum(4 * shape.numel() for shapes in model.parameter_shapes for shape in shapes)
     if _COPIES * size > memory_left():
         return None
     before = torch.get_num_threads()
@@ -60,20 +59,11 @@ class _Alone:
 
     def __init__(self, model: Model, execution: Execution, optimizer: Sgd | Adam) -> None:
         layers = len(model.chain)
-        self._module = self._made(model, layers)
+        self._module = in_training(model, 0, layers)
         lay_out(self._module, execution.channels_last)
         self._run = runs_for(model, self._module, layers, execution.among([execution]))
         self._entry = model.chain.boundaries[0]
         self._optimizer, self._state = Optimizer(optimizer), dict[str, dict[str, Tensor]]()
-
-    @staticmethod
-    def _made(model: Model, layers: int) -> nn.Module:
-        if not computing().accelerates:
-            return model.stage(0, layers).train()
-        with HOST:
-            module = model.stage(0, layers).train()
-        bring(module, computing().device)
-        return module
 
     def rate(self, batch_size: int, threads: int) -> float:
         """Return the samples per second with so many threads."""

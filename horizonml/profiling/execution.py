@@ -270,7 +270,7 @@ def _convolves(model: Model) -> bool:
 def _pass_bytes(model: Model, rows: int) -> int:
     """Return the bytes of the parameters and of what layers return for so many samples, which tell small models."""
     results = rows * sum(boundary.bytes_per_sample for boundary in model.chain.boundaries)
-    parameters = sum(4 * shape.numel() for shapes in model.parameter_shapes() for shape in shapes)
+    parameters = sum(4 * shape.numel() for shapes in model.parameter_shapes for shape in shapes)
     return results + parameters
 
 

@@ -269,16 +269,16 @@ def _settle(
 
 def _runnable(model: Model, execution: Execution, index: int) -> tuple[nn.Module, Forward]:
     """Return a layer as a module, and what runs it."""
-    module = _layer(model, index)
+    module = in_training(model, index, index + 1)
     return module, runs_for(model, module, index + 1, execution.among([execution]), leaves=False)
 
 
-def _layer(model: Model, index: int) -> nn.Module:
-    """Return a layer in training mode, on the device that this process computes on."""
+def in_training(model: Model, start: int, stop: int) -> nn.Module:
+    """Return layers `start` to `stop - 1` in training mode, on the device that this process computes on."""
     if not computing().accelerates:
-        return model.stage(index, index + 1).train()
+        return model.stage(start, stop).train()
     with HOST:
-        module = model.stage(index, index + 1).train()
+        module = model.stage(start, stop).train()
     bring(module, computing().device)
     return module
 
@@ -409,23 +409,24 @@ def _update_seconds_per_byte(module: torch.nn.Module) -> float:
     """Return the seconds of an SGD update per byte of the module's parameters, which must have gradients."""
     optimizer, state = Optimizer(Sgd()), dict[str, dict[str, Tensor]]()
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    tick, times = clock(), []
-    for _ in range(1 + _REPEATS):
-        start = tick()
-        optimizer.step(parameters, state, 1e-9)
-        times.append(tick() - start)
-    return min(times[1:]) / sum(parameter.nbytes for parameter in parameters.values())
+    least = _least_seconds(lambda: optimizer.step(parameters, state, 1e-9), clock())
+    return least / sum(parameter.nbytes for parameter in parameters.values())
 
 
 def _copy_seconds_per_byte() -> float:
     """Return the mean seconds to copy a byte of a message between an accelerator and the host's memory."""
     staging, tensor = staging_for(computing().device), torch.randn(1 << 20)
-    tick, times = clock(), []
+    return _least_seconds(lambda: staging.to_device(staging.to_host(tensor)), clock()) / tensor.nbytes / 2
+
+
+def _least_seconds(work: Callable[[], object], tick: Callable[[], float]) -> float:
+    """Return the least seconds of several runs, without the first one."""
+    times = []
     for _ in range(1 + _REPEATS):
         start = tick()
-        staging.to_device(staging.to_host(tensor))
+        work()
         times.append(tick() - start)
-    return min(times[1:]) / tensor.nbytes / 2
+    return min(times[1:])
 
 
 def codec_seconds(tick: Callable[[], float]) -> tuple[dict[str, float], dict[str, float]]:
@@ -455,21 +456,12 @@ def _largest(gradients: Tensor) -> Tensor:
 
 def _sum_seconds(code: Callable[[Tensor], Tensor], tick: Callable[[], float]) -> float:
     """Return the seconds of a way of summing per byte of gradients: of both conversions together."""
-    gradients, times = torch.randn(512, 1024), []
-    for _ in range(1 + _REPEATS):
-        start = tick()
-        code(gradients)
-        times.append(tick() - start)
-    return min(times[1:]) / gradients.nbytes
+    gradients = torch.randn(512, 1024)
+    return _least_seconds(lambda: code(gradients), tick) / gradients.nbytes
 
 
 def _link_seconds(format: str, shape: tuple[int, ...], tick: Callable[[], float]) -> float:
     """Return the mean seconds to encode or decode a message of `shape`, whose first dimension is its rows."""
     codec = Codec(TensorSpec(shape[1:]), format)
     tensor = torch.randn(*shape)
-    times = []
-    for _ in range(1 + _REPEATS):
-        start = tick()
-        codec.decode(codec.encode(tensor))
-        times.append(tick() - start)
-    return min(times[1:]) / 2
+    return _least_seconds(lambda: codec.decode(codec.encode(tensor)), tick) / 2

@@ -19,11 +19,10 @@ from horizonml.rendezvous.wire import (
     listed,
     message,
     number,
-    shown,
     text,
     whole,
 )
-from horizonml.text import printable
+from horizonml.text import printable, shown
 
 MOST_GENERATION = (1 << 53) - 1
 MOST_KEY = 512  # characters

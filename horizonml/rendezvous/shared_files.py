@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from horizonml.errors import DataError
+from horizonml.files import checksum
 from horizonml.rendezvous.device_messages import (
     MOST_CHUNK,
     MOST_FILES,
@@ -292,8 +293,7 @@ def _fetch_one(ask: Ask, number: int, item: Item, path: Path, done: Callable[[in
 def _intact(path: Path, item: Item) -> bool:
     if path.is_symlink() or not path.is_file() or path.stat().st_size != item.size:
         return False
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == item.sha256
+    return checksum(path) == item.sha256
 
 
 def _item(value: object) -> Item:

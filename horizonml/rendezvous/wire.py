@@ -32,7 +32,7 @@ from typing import (
 )
 
 from horizonml import __version__
-from horizonml.text import printable
+from horizonml.text import printable, shown
 
 Fields = Mapping[str, object]  # of a JSON object
 T = TypeVar("T")
@@ -64,12 +64,6 @@ def parse(message: bytes, most: int = _MOST_BYTES) -> Fields:
 def encode(fields: Fields) -> bytes:
     """Return the line that stands for some fields."""
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-
-
-def shown(value: object) -> str:
-    """Return a value from the network as it may stand in a message: short, on one line, and plain."""
-    plain = type(value).__name__ if isinstance(value, dict | list) else ascii(value)
-    return plain if len(plain) <= 60 else f"{plain[:60]} ..."
 
 
 def whole(low: int, high: int) -> Reader:

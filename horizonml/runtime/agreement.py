@@ -366,7 +366,7 @@ def loading_for(spec: DataSpec, info: DataInfo) -> Loading:
 def synced_bytes(model: Model, syncs: Collection[Sync]) -> dict[str, list[int]]:
     """Return what members sum of each layer's gradients, by the name of each sync for which that depends on shapes."""
     return {
-        sync.name: [int(sync.bytes_of(shapes)) for shapes in model.parameter_shapes()]
+        sync.name: [int(sync.bytes_of(shapes)) for shapes in model.parameter_shapes]
         for sync in syncs
         if sync.numbers is not None
     }

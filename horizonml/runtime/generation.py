@@ -24,20 +24,17 @@ from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import PLAIN, Execution, Plan
 from horizonml.planner.profile import Host
-from horizonml.planner.record import DeviceFacts
-from horizonml.profiling.execution import choose_threads, execution_here, untried, unused_bf16
+from horizonml.profiling.execution import choose_threads, execution_here, unused_bf16
 from horizonml.runtime.checks import find_hosts, find_unreadable, why_untried
 from horizonml.runtime.group_plan import GroupPlan, Introduction, Introductions
 from horizonml.runtime.guarding import Guard
 from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.recording import (
-    assumed_problem,
     describe_members,
-    describe_planning,
     doubt_profile,
     record_alone,
-    record_planning,
+    record_plan,
     recorder_for,
     run_info,
 )
@@ -53,7 +50,6 @@ from horizonml.state.resume import ShardsAway, agree_on_state
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.recorder import Recorder
 
-_MOST_THREADS = 4096
 _LOOK_SECONDS = 0.25  # between two looks at who has come
 
 
@@ -159,7 +155,7 @@ class Generation:
                     self._set_aside(checkpoints)
                     anew = False
                 if group.rank == 0:
-                    self._record_plan(course, info, model, hosts, devices)
+                    record_plan(life, group, course.plan, course.agreed.problem, hosts, devices, self.say)
                 session.begin()
                 recorder = recorder_for(life, about, session, course.detector, energy, going_on)
                 if life.outage is not None and source is not None:
@@ -225,32 +221,24 @@ class Generation:
         return open_session(plan, life.state, self.group, task, life.job.batch_size, execution, steps)
 
     def _load(self, session: Trainer) -> Data:
-        """Return the data for this rank, of which all ranks know what cannot be read. Raises DataError."""
+        """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between.
+
+        All ranks know what of it cannot be read. What an earlier group needed as well has been read already. Raises
+        DataError.
+        """
         life, info = self.life, self.life.info
         assert info is not None
-        data = load_for(life, session, info)
+        parts = session.is_first, session.is_last
+        if life.data is None or (life.data.inputs, life.data.targets, life.data.data.info) != (*parts, info):
+            life.data = None  # frees the memory before more is read
+            data = load(life.job.data, info, cache_folder() / "data", inputs=parts[0], targets=parts[1])
+            life.data = Loaded(data, *parts)
+        data = life.data.data
         if life.job.data.corrupt == "skip" and info.unreadable is None:
             info = life.info = find_unreadable(life.job, session, data, self.say)
             life.data = Loaded(replace(data, info=info), session.is_first, session.is_last)
             data = life.data.data
         return data
-
-    def _record_plan(
-        self,
-        course: GroupPlan,
-        info: DataInfo,
-        model: Model,
-        hosts: list[Host],
-        devices: list[DeviceFacts],
-    ) -> None:
-        """Write down, on rank 0, by which plan the group trains from now on, and what it was made of."""
-        plan, problem = course.plan, course.agreed.problem
-        used = problem or assumed_problem(
-            self.life.job, model, info, hosts, untried(self.life.job, self.life.execution or PLAIN)
-        )
-        measured = problem is not None
-        found = describe_planning(self.life, self.group.started_as, model, hosts, devices, plan, used, measured)
-        record_planning(found, self.say)
 
     def _agree_on_begin(self, told: Sequence[Introduction]) -> tuple[bool, bool]:
         """Return whether no rank of this group has trained this run before, and whether it starts over.
@@ -381,19 +369,6 @@ def _follow(session: Trainer, ranks: frozenset[int]) -> None:
     following = Following(state, plan, group, ranks, room)
     session.follow(following)
     following.start()
-
-
-def load_for(life: Life, session: Trainer, info: DataInfo) -> Data:
-    """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between.
-
-    What an earlier group needed as well has been read already.
-    """
-    inputs, targets = session.is_first, session.is_last
-    if life.data is None or (life.data.inputs, life.data.targets, life.data.data.info) != (inputs, targets, info):
-        life.data = None  # frees the memory before more is read
-        data = load(life.job.data, info, cache_folder() / "data", inputs=inputs, targets=targets)
-        life.data = Loaded(data, inputs, targets)
-    return life.data.data
 
 
 def use_execution(

@@ -143,11 +143,6 @@ class LocalRun:
         self._used = ExitStack()
 
     @property
-    def interrupted(self) -> bool:
-        """Return whether a signal has asked the run to stop."""
-        return self._stop.wanted
-
-    @property
     def signal(self) -> int | None:
         """Return the signal that has asked the run to stop, if one has."""
         return self._stop.number
@@ -245,7 +240,7 @@ class LocalRun:
                 raise RankFailed(f"the process from which the ranks are forked {how_ended(code)}")
             if failed and now - min(rank.ended or now for rank in failed) > _GRACE_SECONDS:
                 break
-            if self.interrupted and asked == math.inf:
+            if self._stop.wanted and asked == math.inf:
                 asked = now
                 for rank in self._ranks:
                     rank.process.send_signal(signal.SIGTERM)
@@ -258,7 +253,7 @@ class LocalRun:
                     rank.process.send_signal(signal.SIGKILL)
         failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
         # Ranks that were asked to stop, or killed because they did not, have not failed.
-        if self.interrupted:
+        if self._stop.wanted:
             by_itself = (HorizonError.exit_code, JobError.exit_code)
             failed = [rank for rank in failed if rank.process.returncode in by_itself]
         if failed:

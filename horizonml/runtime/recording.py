@@ -108,21 +108,23 @@ def device_facts(name: str, node: str) -> DeviceFacts:
     return DeviceFacts(name, computing().described, machine_info().architecture, node)
 
 
-def describe_planning(
+def record_plan(
     life: Life,
-    started_as: Sequence[int],
-    model: Model,
-    hosts: Sequence[Host],
-    devices: Sequence[DeviceFacts],
+    group: Group,
     plan: Plan,
     problem: Problem | None,
-    measured: bool,
-) -> Planning:
-    """Return what the group trains by from now on; `devices` are those of all ranks.
+    hosts: Sequence[Host],
+    devices: Sequence[DeviceFacts],
+    say: Callable[[str], None],
+) -> None:
+    """Write into the run's folder what the group trains by from now on, for those who ask what another device changes.
 
-    `measured` says whether the devices and links of the problem were measured.
+    `problem` is what was measured, if anything was; `devices` are those of all ranks.
     """
     assert life.state is not None
+    assert life.info is not None
+    measured, job, model = problem is not None, life.job, life.state.model
+    problem = problem or assumed_problem(job, model, life.info, hosts, untried(job, life.execution or PLAIN))
     splits_channels = any(stage.splits_channels for stage in plan.stages)  # whose time cannot be predicted
     seconds: float | None = None
     told: tuple[str, ...] = ()
@@ -135,21 +137,25 @@ def describe_planning(
     told = told or tuple(reason.text for reason in asked_for(inexact_parts(plan)))
     if life.state.tried is not None:
         told += life.state.tried.texts
-    return Planning(
-        job=life.job,
+    planning = Planning(
+        job=job,
         layers=tuple(model.chain.names),
         devices=tuple(devices),
         hosts=tuple(problem.hosts if problem is not None else hosts),
         plan=plan,
         step=life.state.step,
         time=time.time(),
-        started_as=tuple(started_as),
+        started_as=tuple(group.started_as),
         problem=problem if seconds is not None else None,
         seconds=seconds,
         measured=measured and seconds is not None,
         reasons=told,
         tried=life.state.tried,
     )
+    try:
+        write_planning(job.run_folder, planning)
+    except OSError as error:
+        say(f"warning: the plan could not be written to {job.run_folder}: {error.strerror or error}")
 
 
 def assumed_problem(
@@ -190,15 +196,6 @@ def doubt_profile(life: Life, session: Trainer, recorder: Recorder) -> None:
         recorder.message(told)
 
 
-def record_planning(planning: Planning, say: Callable[[str], None]) -> None:
-    """Write a planning into the run's folder, for those who ask what another device would change."""
-    folder = planning.job.run_folder
-    try:
-        write_planning(folder, planning)
-    except OSError as error:
-        say(f"warning: the plan could not be written to {folder}: {error.strerror or error}")
-
-
 def recorder_for(
     life: Life,
     about: RunInfo,
@@ -212,7 +209,7 @@ def recorder_for(
     assert life.info is not None
     per_epoch = -(-life.info.train // job.batch_size)
     steps, epochs = job.total_steps(per_epoch), job.total_epochs(per_epoch)
-    display = display_for(about.rank, epochs, steps, done, life.observer, about.unigram)
+    display = display_for(about.rank, epochs, steps, done, about.unigram)
     forecast = detector.forecast if detector is not None else None
     expected = (
         (life.taken or life.idle) + forecast.memory[about.rank] if forecast is not None and forecast.memory else None
@@ -230,8 +227,10 @@ def recorder_for(
     )
     file = job.run_folder / f"rank-{life.rank}.jsonl"
     feeds = life.feeds if about.rank == 0 else None
-    every = job.telemetry.timeline_every
-    recorder = Recorder(file, display, about, every, life.metrics, energy, life.lifeline, feeds, life.folder.restore)
+    given = life.metrics, energy, life.lifeline, feeds, life.folder.restore
+    recorder = Recorder(file, display, about, job.telemetry.timeline_every, *given)
+    if about.rank == 0 and life.observer is not None:
+        recorder.observer = life.observer
     life.metrics.started(about, job, plan, done)
     if 0 < done < steps:
         recorder.message(f"{source} from step {done} of {steps}")

@@ -256,7 +256,7 @@ class _Part:
             copies[owner] = Replica(owner, self.how.step, content).tensors()
         whole = [joined(mirror.parts, copies)] if mirror.parts else copies.values()
         found = {key: tensor for one in whole for key, tensor in one.items()}
-        layers = theirs.model.parameter_names()
+        layers = theirs.model.parameter_names
         there = {layers[name_of(key)] for key in found if name_of(key) in layers}
         expected = {key: like for layer in there for key, like in theirs.expected(layer).items()}
         for key, tensor in found.items():

@@ -73,7 +73,7 @@ def needs(state: TrainState, plan: Plan, following: frozenset[int], rank: int) -
     tensors = (one for layer in layers for one in state.expected(layer).items())
     copies = sum(tensor.nbytes for key, tensor in tensors if not state.is_constant(key))
     kept = {layer for layer, _, receiver in moves if rank == receiver}
-    shapes = state.model.parameter_shapes()
+    shapes = state.model.parameter_shapes
     return FollowingMemory(copies, sum(4 * torch.Size(shape).numel() for layer in kept for shape in shapes[layer]))
 
 

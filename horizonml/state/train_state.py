@@ -74,7 +74,7 @@ class TrainState:
         self._modules: list[nn.Module] = []  # which hold the tensors
         self._received: dict[str, Tensor] = {}  # those that no module holds yet
         self._optimizer: dict[str, dict[str, Tensor]] = {}
-        self._layers, self._constant = model.parameter_names(), model.constant
+        self._layers, self._constant = model.parameter_names, model.constant
         self._expected: dict[int, dict[str, Tensor]] = {}  # see `expected`
 
     def take(self, spans: Sequence[tuple[int, int]], as_graphs: bool = False) -> list[nn.Module]:
@@ -111,7 +111,7 @@ class TrainState:
 
     def recut(self, model: Model) -> None:
         """Go on with the same model, cut into other layers; what is held stays."""
-        self.model, self._layers, self._constant, self._expected = model, model.parameter_names(), model.constant, {}
+        self.model, self._layers, self._constant, self._expected = model, model.parameter_names, model.constant, {}
 
     def split(self, parts: Mapping[str, TensorSplit]) -> None:
         """Hold only these parts of the optimizer state, because the modules now hold only these of their tensors."""

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from horizonml.machine.host import (
     killed_in_container,
     killed_on_machine,
@@ -60,24 +62,10 @@ class Trace:
     @classmethod
     def read(cls, path: Path) -> Trace:
         """Read a file. Raises OSError, or ValueError if it is damaged."""
-        found = json.loads(path.read_text())
-        try:
-            return cls(**found)._checked()
-        except TypeError as error:
-            raise ValueError(f"{path}: {error}") from None
+        return _TRACE.validate_json(path.read_bytes(), strict=True)
 
-    def _checked(self) -> Trace:
-        """Return the trace itself. Raises ValueError if a field is not what it should be."""
-        numbers = (self.pid, self.generation, self.peak, self.limit, self.left)
-        others = (self.step, self.expected, self.killed_here, self.killed_anywhere)
-        texts = (self.started, self.space, self.machine, self.launcher)
-        if not (
-            all(isinstance(number, int | float) for number in numbers)
-            and all(number is None or isinstance(number, int | float) for number in others)
-            and all(isinstance(text, str) for text in texts)
-        ):
-            raise ValueError("a field has another type")
-        return self
+
+_TRACE = TypeAdapter(Trace)
 
 
 class Lifeline:

@@ -177,38 +177,14 @@ class Bar(Display):
         self._progress.stop()
 
 
-class Observed(Display):
-    """Shows what another display shows, and hands every record to an observer."""
-
-    def __init__(self, display: Display, observer: Observer) -> None:
-        self._display, self._observer = display, observer
-
-    def message(self, text: str) -> None:
-        self._display.message(text)
-
-    def step(self, record: StepRecord) -> None:
-        self._display.step(record)
-        self._observer(record)
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self._display.evaluation(record)
-        self._observer(record)
-
-    def close(self) -> None:
-        self._display.close()
-
-
-def display_for(
-    rank: int, epochs: int, steps: int, done: int, observer: Observer | None = None, unigram: float | None = None
-) -> Display:
-    """Return the display that suits this rank and its standard output; rank 0 hands its records to an `observer`.
+def display_for(rank: int, epochs: int, steps: int, done: int, unigram: float | None = None) -> Display:
+    """Return the display that suits this rank and its standard output.
 
     `unigram` is shown beside the perplexity of a language model.
     """
     if rank != 0:
         return Silent()
-    display: Display = Bar(epochs, steps, done, unigram) if sys.stdout.isatty() else Lines(epochs, steps, unigram)
-    return display if observer is None else Observed(display, observer)
+    return Bar(epochs, steps, done, unigram) if sys.stdout.isatty() else Lines(epochs, steps, unigram)
 
 
 _SECONDS = 1.0  # between two records of what the ranks tell
@@ -259,12 +235,14 @@ class Recorder:
         """Open the rank's file at `path` and record `info` in it.
 
         `energy` is this machine's meter; `lifeline` is what tells the next process where this one was; `feeds` get
-        what the file gets. `on_gone` is called when somebody has deleted the file.
+        what the file gets. `on_gone` is called when somebody has deleted the file. An `observer`, if one is set, gets
+        the records of steps and evaluations.
         """
         self._energy = energy if energy is not None and energy.available else None
         self._joules = 0.0
         self._lines, self._display, self._timeline_every = JsonLines(path, on_gone), display, timeline_every
         self._metrics, self._lifeline, self._feeds = metrics, lifeline, feeds
+        self.observer: Observer = lambda record: None
         self._told: list[StepSums] = []  # what the ranks have told since the last record of it
         self._told_since = time.monotonic()
         self.steps, self._number = 0, 0  # recorded; the newest one's number
@@ -322,6 +300,7 @@ class Recorder:
             spans = [RecordedSpan(s.kind, s.what, s.micro, s.start + offset, s.end + offset) for s in step.spans]
             self._write(TimelineRecord(number, spans), everywhere=False)
         self._display.step(record)
+        self.observer(record)
         if self._metrics is not None:
             self._metrics.step(record, step)
         if self._lifeline is not None:
@@ -366,6 +345,7 @@ class Recorder:
         )
         self._write(record)
         self._display.evaluation(record)
+        self.observer(record)
         if self._metrics is not None:
             self._metrics.evaluation(record)
 

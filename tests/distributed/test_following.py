@@ -205,7 +205,7 @@ def loses_a_sender(rank: int, world_size: int, store: Store) -> State | None:
     found = agreed_state(state, True, group)
     assert found is not None
     assert found.step == BEFORE + 2
-    assert {tuple(found.holders[layer]) for layer in set(state.model.parameter_names().values())} == {(0,)}
+    assert {tuple(found.holders[layer]) for layer in set(state.model.parameter_names.values())} == {(0,)}
     assert rank == 1 or not state.tensors()
     state.step, state.valid = found.step, rank == 1
     session = Session(plan, state, group, Classification(), FULL)

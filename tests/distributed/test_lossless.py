@@ -153,7 +153,7 @@ def lose(
     recovery = agreed_state(state, True, group)
     assert recovery is not None
     gone = [layer for stage in plan.stages if set(stage.ranks) <= {*lost} for layer in range(stage.start, stage.stop)]
-    stateful = set(state.model.parameter_names().values())
+    stateful = set(state.model.parameter_names.values())
     assert recovery.missing == [layer for layer in gone if layer in stateful]
     last = Last(1, list(range(world_size)), mirror)
     own = job(name, clip_norm, file)

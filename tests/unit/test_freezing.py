@@ -79,7 +79,7 @@ def test_no_gradient_crosses_a_cut_before_what_is_trained(name: str, freeze: str
     """In a model that is traced, and in one that is cut by its modules."""
     made = model(freeze, name=name)
     crossing = [bool(boundary.gradients.tensors) for boundary in made.chain.boundaries[1:-1]]
-    trained_first = made.parameter_names()[first]
+    trained_first = made.parameter_names[first]
     assert 0 < trained_first < len(made.chain) - 1
     assert crossing == [layer > trained_first for layer in range(1, len(made.chain))]
 
@@ -88,7 +88,7 @@ def test_the_profile_of_a_frozen_part_has_no_gradients_and_no_backward_pass() ->
     torch.set_num_threads(1)
     made = model(*BODY)
     profile = measure(made, (4,))
-    first = made.parameter_names()["9.weight"]
+    first = made.parameter_names["9.weight"]
     for number, layer in enumerate(profile.layers):
         frozen = number < first
         assert (layer.trained == 0 and layer.backward == (0.0,) and layer.saved_bytes == 0) == frozen

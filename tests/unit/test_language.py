@@ -207,14 +207,14 @@ def test_a_forward_whose_way_depends_on_the_data_is_noticed(direct: bool) -> Non
 def test_models_with_peculiar_configurations_and_constructors_are_built(name: str, options: dict[str, Any]) -> None:
     model = build(ModelSpec(name=f"transformers:{name}", options=options), 0, OutputSpec(WORDS, None), TOKENS)
     assert len(model.chain) > 3
-    held = model.parameter_names()
+    held = model.parameter_names
     assert all(tied in held for names in model.ties for tied in names)
     assert all(value.isfinite().all() for value in model.stage(0, len(model.chain)).parameters())
 
 
 def test_slices_by_modules_hold_only_what_is_theirs_and_repeat() -> None:
     model = build(ModelSpec(name="tests.models:Stubborn"), 0, 10, InputSpec.of((1, 8, 8)))
-    names = model.parameter_names()
+    names = model.parameter_names
     assert sorted(set(names.values())) == [n for n in range(len(model.chain)) if n in set(names.values())]
     stages = [model.stage(n, n + 1) for n in range(len(model.chain))]
     held = [name for stage in stages for name, _ in stage.named_parameters()]

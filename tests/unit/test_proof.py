@@ -94,7 +94,7 @@ def test_a_parameter_that_the_forward_never_uses_keeps_the_value_of_the_weights(
     last = len(model.chain) - 1
     for module in (model.stage(0, last + 1), model.stage(last, last + 1)):
         assert torch.equal(module.state_dict()["aside.weight"], values["aside.weight"])
-    assert model.parameter_names()["aside.weight"] == last
+    assert model.parameter_names["aside.weight"] == last
 
 
 def build_whole(name: str) -> WholeModule:

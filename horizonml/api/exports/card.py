@@ -5,7 +5,6 @@ The card is for people who find the file later and know nothing of the run.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml
 from horizonml.api.exports.formats import ExportFormat, PicturePreparation, preparation_of
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import HorizonError
+from horizonml.files import checksum
 from horizonml.job.schema import Job
 from horizonml.models.spec import TORCHVISION_MODELS
 from horizonml.plan.plan import Plan
@@ -192,7 +192,7 @@ def write_card(about: Subject) -> str:
         "task": _task(job, about.info),
         "metrics": _metrics(about.metadata.metrics),
         "bytes": human_bytes(sum(part.stat().st_size for part in about.draft.parent.iterdir())),
-        "digest": _digest(about.draft),
+        "digest": checksum(about.draft),
         "check": about.check,
         "loading": how_to_load(about.format, about.draft.name, job, about.info),
         "training": _training(job, about.metadata, run),
@@ -323,8 +323,3 @@ def _job(job: Job) -> str:
     """Return the job without what is only about where it ran."""
     values = job.model_dump(mode="json", exclude_defaults=True, exclude={"rendezvous", "folder", "telemetry"})
     return yaml.safe_dump({"name": job.name, **values}, sort_keys=False, width=110, allow_unicode=True).rstrip()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from horizonml.data.choose import describe
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import CheckpointError, DataError, JobError, MissingPackage, ModelError
-from horizonml.job.jobfile import code_fields, overridden
+from horizonml.job.jobfile import code_fields, from_values
 from horizonml.job.schema import Job
 from horizonml.models.weights import aliases
 from horizonml.models.zoo import build, construct
@@ -115,7 +115,7 @@ def job_of(path: Path, metadata: Metadata, overrides: Sequence[str] = ()) -> Job
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"{path}: its job cannot be read by this version: {where}: {first['msg']}") from error
-    return overridden(job, overrides) if overrides else job
+    return from_values(job.model_dump(), job.name, overrides) if overrides else job
 
 
 def info_of(path: Path, metadata: Metadata, job: Job) -> DataInfo:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
 from horizonml.comm.group import TreeSum
-from horizonml.comm.work import Work
+from horizonml.comm.work import Done, Work
 from horizonml.engine.staging import CPU
 from horizonml.engine.sync.base import Members, SyncedBuffers, trainable
 from horizonml.errors import ModelError, PeerLost
@@ -199,7 +199,7 @@ class AllReduce:
             parameter.grad = None
         if self._measure:
             bucket.own = bucket.flat[: bucket.flat.numel() - bucket.extra].clone()
-        return _ByTree() if self._tree is not None else self._sum(bucket.flat, bucket.views)
+        return Done() if self._tree is not None else self._sum(bucket.flat, bucket.views)  # a tree sums in `finish`
 
     def _sum(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         """Begin to sum a bucket in place; `views` are its gradients."""
@@ -258,13 +258,6 @@ class AllReduce:
             difference += float((bucket.own / weight - total).square().sum())
             bucket.own = None
         return float((difference / norm) ** 0.5) if norm > 0 else 0.0
-
-
-class _ByTree:
-    """Stands for the sum of a bucket that the tree computes when it is waited for."""
-
-    def wait(self) -> None:
-        return None
 
 
 _log = logging.getLogger(__name__)

@@ -20,15 +20,14 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group, TreeSum
-from horizonml.comm.work import Work
+from horizonml.comm.work import Later, Work
 from horizonml.engine.quantise import TILE, decode, encode, encoded_bytes
 from horizonml.engine.sync.allreduce import AllReduce, Bucket
 from horizonml.engine.sync.base import Members
@@ -67,23 +66,18 @@ class Compressed(AllReduce, ABC):
         """Begin to sum `flat` in place; `views` are its gradients. Waiting for the work completes the sum."""
 
 
-@dataclass
-class _HalfSum:
-    flat: Tensor
-    sent: Tensor
-    work: Work
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.flat.copy_(self.sent)
-
-
 class HalfAllReduce(Compressed):
     """Sums gradients as 16-bit floats."""
 
     def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         sent = flat.half()
-        return _HalfSum(flat, sent, self._staging.sum(sent, self._all_reduce))
+        work = self._staging.sum(sent, self._all_reduce)
+
+        def take() -> None:
+            work.wait()
+            flat.copy_(sent)
+
+        return Later(take)
 
 
 @dataclass(frozen=True)
@@ -104,14 +98,6 @@ class _HookBucket:
 
     def is_last(self) -> bool:
         return True
-
-
-@dataclass
-class _WhenWaitedFor:
-    start: Callable[[], Any]
-
-    def wait(self) -> None:
-        self.start()
 
 
 class PowerSgdAllReduce(Compressed):
@@ -164,7 +150,7 @@ class PowerSgdAllReduce(Compressed):
             there = views
             if host is not flat:  # the hook computes where its sums are
                 there = [host.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
-            return _WhenWaitedFor(lambda: self._run_hook(host, there))
+            return Later(lambda: self._run_hook(host, there))
 
         return self._staging.sum(flat, begin)
 
@@ -203,12 +189,12 @@ def parts_of(values: int, members: int) -> list[tuple[int, int]]:
 class CodedSum:
     """Sums vectors of one length over two or more ranks; at most one sum is under way at a time."""
 
-    def __init__(self, group: Group, ranks: Sequence[int], tag: int, values: int, rotate: bool = True) -> None:
+    def __init__(self, group: Group, ranks: Sequence[int], tag: int, values: int) -> None:
         """Prepare sums of `values` float32 values; all of `ranks` make the same calls.
 
-        Messages have `tag` and `tag + 1`, which nothing else may use. `rotate` is that of `quantise.encode`.
+        Messages have `tag` and `tag + 1`, which nothing else may use.
         """
-        self._group, self._ranks, self._tag, self._rotate = group, tuple(ranks), tag, rotate
+        self._group, self._ranks, self._tag = group, tuple(ranks), tag
         self._place = self._ranks.index(group.rank)
         self._parts = parts_of(values, len(self._ranks))
         start, stop = self._parts[self._place]
@@ -249,8 +235,8 @@ class CodedSum:
     def _remember(self, values: Tensor, remainder: Tensor) -> Tensor:
         """Return the encoded sum of values and the `remainder`, which becomes what that leaves out."""
         wanted = values + remainder
-        part = encode(wanted, self._rotate)
-        torch.sub(wanted, decode(part, wanted.numel(), self._rotate), out=remainder)
+        part = encode(wanted, rotate=True)
+        torch.sub(wanted, decode(part, wanted.numel(), rotate=True), out=remainder)
         return part
 
     @torch.no_grad()
@@ -263,7 +249,7 @@ class CodedSum:
                 total += vector[start:stop]
             else:
                 self._group.wait(self._posted[0][rank], rank)
-                total += decode(self._arriving[rank], stop - start, self._rotate)
+                total += decode(self._arriving[rank], stop - start, rotate=True)
         own = self._remember(total, self.remainders[1])
         self._sums[self._group.rank] = own
         return [(self._group.send(own, rank, self._tag + 1), rank, own) for rank in self._others]
@@ -275,7 +261,7 @@ class CodedSum:
         for rank, (start, stop) in zip(self._ranks, self._parts, strict=True):
             if rank != self._group.rank:
                 self._group.wait(posted[1][rank], rank)
-            vector[start:stop] = decode(self._sums[rank], stop - start, self._rotate)
+            vector[start:stop] = decode(self._sums[rank], stop - start, rotate=True)
 
     def finish(self, sent: Sequence[tuple[Work, int, Tensor]]) -> None:
         """Wait until everything has been sent."""
@@ -304,19 +290,6 @@ class CodedWork:
 
 
 _MOST_BUCKETS = 1 << 12  # of a stage
-
-
-@dataclass
-class _InTurn:
-    """Stands for a bucket's sum. The first one that is waited for takes all others halfway, too."""
-
-    work: CodedWork
-    under_way: list[CodedWork]
-
-    def wait(self) -> None:
-        for one in self.under_way:
-            one.halfway()
-        self.work.wait()
 
 
 class Int4AllReduce(Compressed):
@@ -351,11 +324,17 @@ class Int4AllReduce(Compressed):
         return sum(coded.bytes_sent for coded in self._sums.values())
 
     def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
-        coded = self._sums[id(flat)]
+        coded, under_way = self._sums[id(flat)], self._under_way
 
         def begin(host: Tensor) -> Work:
             work = coded.begin(host)
-            self._under_way.append(work)
-            return _InTurn(work, self._under_way)
+            under_way.append(work)
+
+            def take() -> None:
+                for one in under_way:  # the first one that is waited for takes all others halfway, too
+                    one.halfway()
+                work.wait()
+
+            return Later(take)
 
         return self._staging.sum(flat, begin)

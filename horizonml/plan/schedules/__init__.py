@@ -6,7 +6,7 @@ the forward and backward actions of the lane. Each of its stages has one forward
 backward pass or both of its parts.
 """
 
-from horizonml.plan.schedules import basic, interleaved, zb_interleaved, zb_v
+from horizonml.plan.schedules import basic, interleaved
 from horizonml.plan.schedules.actions import (
     SCHEDULES,
     Action,
@@ -14,7 +14,6 @@ from horizonml.plan.schedules.actions import (
     Lanes,
     evaluation,
     most_bytes_held,
-    most_held,
     with_update,
 )
 
@@ -27,8 +26,5 @@ __all__ = [
     "evaluation",
     "interleaved",
     "most_bytes_held",
-    "most_held",
     "with_update",
-    "zb_interleaved",
-    "zb_v",
 ]

@@ -53,11 +53,6 @@ def with_update(passes: Sequence[Action]) -> list[Action]:
     ]
 
 
-def most_held(actions: Sequence[Action], stage: int) -> int:
-    """Return the largest number of micro-batches whose activations a stage holds at once."""
-    return most_bytes_held(actions, {stage: 1})
-
-
 def most_bytes_held(actions: Sequence[Action], sizes: Mapping[int, int]) -> int:
     """Return the largest number of bytes of activations that the stages hold together at once.
 

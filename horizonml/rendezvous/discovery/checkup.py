@@ -14,8 +14,8 @@ import psutil
 
 from horizonml.errors import SecurityError
 from horizonml.machine.checkup import Finding, Level, Patient
+from horizonml.machine.host import text
 from horizonml.machine.network import AddressProbe, listen, route_to
-from horizonml.machine.sensors import text
 from horizonml.rendezvous.client import Client, ServiceError
 from horizonml.rendezvous.device_messages import LinkRates
 from horizonml.rendezvous.devices import measure_link

@@ -24,7 +24,7 @@ from horizonml.rendezvous.device_messages import (
     DeviceInfo,
 )
 from horizonml.rendezvous.discovery.multicast import Interface, reachable
-from horizonml.rendezvous.wire import shown
+from horizonml.text import shown
 
 PORT, STANDBY_PORT = 29400, 29402  # of the service, and of those that ranks keep in reserve, unless the job says more
 TYPE = "_horizonml._tcp.local."
@@ -174,10 +174,7 @@ def this_device(measure: bool = True, root: Path = Path("/")) -> DeviceInfo:
 
 def system(root: Path = Path("/")) -> str:
     """Return the name of the operating system for people, such as "Debian GNU/Linux 12 (bookworm)"."""
-    try:
-        lines = (root / "etc/os-release").read_text().splitlines()
-    except OSError:
-        return platform.platform()
+    lines = _read(root / "etc/os-release").splitlines()
     named = next((line.partition("=")[2].strip().strip('"') for line in lines if line.startswith("PRETTY_NAME=")), "")
     return named or platform.platform()
 

@@ -403,28 +403,18 @@ def static_files() -> dict[str, tuple[bytes, str]]:
     return found
 
 
-class StopHere:
-    """Asks the ranks of a run to stop, if all of them are here."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __call__(self) -> str:
-        """Ask all ranks to stop, and return what happens now. Raises HorizonError if that cannot be done from here."""
-        processes = living_ranks(self._folder)
-        if processes is None:
-            raise HorizonError(f"no rank of {self._folder} trains on this device, as far as can be seen from here")
-        try:
-            for process in set(processes.values()):
-                os.kill(process, signal.SIGTERM)
-        except ProcessLookupError:
-            return "The run is ending already."
-        except PermissionError:
-            raise HorizonError("the ranks belong to another user of this machine, who can stop them") from None
-        if 0 not in processes:
-            return "This device leaves the run after its step; the other devices go on."
-        return "The run stops after its step, and saves a checkpoint from which the same command continues."
-
-    def is_possible(self) -> bool:
-        """Return whether the ranks can be asked."""
-        return living_ranks(self._folder) is not None
+def stop_here(folder: Path) -> str:
+    """Ask all ranks of a run to stop, and return what happens now. Raises HorizonError if that is impossible here."""
+    processes = living_ranks(folder)
+    if processes is None:
+        raise HorizonError(f"no rank of {folder} trains on this device, as far as can be seen from here")
+    try:
+        for process in set(processes.values()):
+            os.kill(process, signal.SIGTERM)
+    except ProcessLookupError:
+        return "The run is ending already."
+    except PermissionError:
+        raise HorizonError("the ranks belong to another user of this machine, who can stop them") from None
+    if 0 not in processes:
+        return "This device leaves the run after its step; the other devices go on."
+    return "The run stops after its step, and saves a checkpoint from which the same command continues."
