@@ -19,6 +19,7 @@ from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.models.boundary import values_of
 from horizonml.models.cutting import WholeModule
+from horizonml.models.module_slice import ModuleSlice
 from horizonml.models.proof import prove
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
@@ -265,3 +266,12 @@ def test_code_that_changes_a_parameter_behind_pytorchs_back_runs_as_it_is() -> N
     parts = [model.stage(index, index + 1) for index in range(len(model.chain))]
     assert len(parts) == 5
     assert [type(one) for part in parts for one in part.modules()].count(ClampsByData) == 1
+
+
+def test_a_part_of_a_model_is_in_the_mode_that_the_models_own_train_chooses() -> None:
+    model = build(ModelSpec(name="tests.awkward_models:KeepsItsOwnMode"), 0, 10, IMAGES)
+    for number in range(len(model.chain)):
+        part = model.stage(number, number + 1).train()
+        assert isinstance(part, ModuleSlice)
+        assert not part.horizonml_root.training
+        assert all(inner.training for path, inner in part.named_modules() if path)

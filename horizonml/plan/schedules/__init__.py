@@ -6,7 +6,7 @@ the forward and backward actions of the lane. Each of its stages has one forward
 backward pass or both of its parts.
 """
 
-from horizonml.plan.schedules import basic, interleaved
+from horizonml.plan.schedules import basic, interleaved, zb_interleaved, zb_v
 from horizonml.plan.schedules.actions import (
     SCHEDULES,
     Action,
@@ -27,4 +27,6 @@ __all__ = [
     "interleaved",
     "most_bytes_held",
     "with_update",
+    "zb_interleaved",
+    "zb_v",
 ]

@@ -1,4 +1,4 @@
-"""Schedules with two stages on every rank: interleaved 1F1B, and two with zero bubble."""
+"""Interleaved 1F1B."""
 
 from __future__ import annotations
 
@@ -33,35 +33,3 @@ def interleaved(lane: int, lanes: Lanes, micro_batches: int) -> list[Action]:
     for number, action in enumerate(forward[ahead:]):
         actions += [action, backward[number]]
     return actions + backward[len(forward) - ahead :]
-
-
-@schedule(
-    "zb-interleaved",
-    "Interleaved zero bubble (after Qi et al., ICLR 2024): every rank holds two stages, one from each turn around the "
-    "ranks, and weights' gradients fill the bubbles.",
-    stages_per_rank=2,
-)
-def zb_interleaved(lane: int, lanes: Lanes, micro_batches: int) -> list[Action]:
-    """Return the actions of a lane.
-
-    With P ranks, M micro-batches, and three equal passes (forward, input part, weight part) of each of its two stages,
-    a rank is idle for a fraction of at least `(P - 1) / (6 M + P - 1)` of the step: it waits for its first input only.
-    Activations travel twice as often as with ZB-H1. A rank holds those of at most 3 P / 2 micro-batches.
-    """
-    return list(timetable(lanes, micro_batches, split=True)[lane])
-
-
-@schedule(
-    "zb-v",
-    "ZB-V (Zero Bubble Pipeline Parallelism, section 6; Qi et al., ICLR 2024): every rank holds two stages, the first "
-    "rank also the last one, and weights' gradients fill the bubbles.",
-    stages_per_rank=2,
-    returns=True,
-)
-def zb_v(lane: int, lanes: Lanes, micro_batches: int) -> list[Action]:
-    """Return the actions of a lane.
-
-    A rank is idle as long as with the interleaved schedule. But where the pipeline turns, nothing travels; and because
-    the stages of a rank are equally far from the loss together, all ranks hold about as many activations.
-    """
-    return list(timetable(lanes, micro_batches, split=True)[lane])
