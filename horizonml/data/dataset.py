@@ -203,6 +203,7 @@ class Split(Protocol):
         `inputs` are the samples from `start` on of a global batch of `batch` samples. With the same seed, a sample must
         be varied in the same way on whichever rank holds it.
         """
+        return inputs
 
 
 @runtime_checkable

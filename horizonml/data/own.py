@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from horizonml.data.dataset import Data, DataInfo, Inputs, Rows, TensorSpec, Tree
+from horizonml.data.dataset import Data, DataInfo, Inputs, Rows, Split, TensorSpec, Tree
 from horizonml.data.sampler import divide, hold_out, in_order, name_seed, subset
 from horizonml.data.samples import Sample, as_inputs, inputs_of, random_state, sample_of, seeded, stack, tree_of
 from horizonml.data.spec import DataSpec
@@ -248,8 +248,8 @@ def _draws(opened: Opened, spec: DataSpec) -> bool:
         return random_state() != before
 
 
-class OwnSplit:
-    """Provides samples of a map-style data set by index, counted from 0 within the split."""
+class OwnSplit(Split):
+    """Provides samples of a map-style data set, which varies them itself, by index, counted from 0 in the split."""
 
     def __init__(self, dataset: Any, members: Tensor, info: DataInfo, title: str, draws: bool) -> None:
         """Prepare the split; `members` are the indices of its samples in `dataset`."""
@@ -323,10 +323,6 @@ class OwnSplit:
         found = self.read(indices, 0, False, True).targets
         assert found is not None
         return found
-
-    def augment(self, inputs: Inputs, batch: int, start: int, seed: int) -> Inputs:
-        """Return the inputs as they are; a data set of one's own varies its samples itself."""
-        return inputs
 
 
 class Arrays:

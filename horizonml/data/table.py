@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from horizonml.data.columns import Column, Problems, as_input, as_target, check_precision, with_scale
-from horizonml.data.dataset import Data, DataInfo, Inputs, TensorSpec
+from horizonml.data.dataset import Data, DataInfo, Split, TensorSpec
 from horizonml.data.sampler import divide, hold_out, in_order
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError, is_out_of_memory
@@ -128,7 +128,7 @@ def _scaled(values: Sequence[Tensor], encoding: Mapping[str, Any]) -> Tensor:
     return torch.cat([how.scaled(column) for how, column in zip(ways, values, strict=True)], 1)
 
 
-class TableSplit:
+class TableSplit(Split):
     """Provides rows of a table by index, counted from 0 within the split."""
 
     def __init__(
@@ -167,10 +167,6 @@ class TableSplit:
             names = ", ".join(map(repr, self._spec.targets or ()))
             raise DataError(f"data.targets: {self._spec.path} has not {names}, so it can be used for predictions only")
         return self._targets[self._rows(indices, self._problems)]
-
-    def augment(self, inputs: Inputs, batch: int, start: int, seed: int) -> Inputs:
-        """Return the inputs as they are."""
-        return inputs
 
 
 def _read(spec: DataSpec, encoding: Mapping[str, Any] | None) -> _Content:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from horizonml.data.dataset import Data, DataInfo, Inputs, TensorSpec
+from horizonml.data.dataset import Data, DataInfo, Split, TensorSpec
 from horizonml.data.sampler import name_seed
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError, is_out_of_memory
@@ -99,7 +99,7 @@ def _unigram(tokens: _Tokens, spec: DataSpec) -> float:
     return math.exp(-float((held_out * shares.log()).sum() / held_out.sum()))
 
 
-class TextSplit:
+class TextSplit(Split):
     """Provides windows of a text by index."""
 
     def __init__(self, tokens: Tensor, starts: Tensor, length: int) -> None:
@@ -113,10 +113,6 @@ class TextSplit:
     def targets(self, indices: Tensor) -> Tensor:
         """Return the token that follows each of the inputs, int64 `[len(indices), length]`."""
         return self._windows(indices, 1)
-
-    def augment(self, inputs: Inputs, batch: int, start: int, seed: int) -> Inputs:
-        """Return the inputs as they are."""
-        return inputs
 
     def _windows(self, indices: Tensor, shift: int) -> Tensor:
         positions = self._starts[indices][:, None] + torch.arange(shift, shift + self._length)

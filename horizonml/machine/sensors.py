@@ -66,14 +66,10 @@ def hottest(named: Mapping[str, Iterable[float | None]]) -> float | None:
     return max(processor or [value for values in sane.values() for value in values], default=None)
 
 
-def on_mains(root: Path = Path("/sys")) -> bool | None:
+def on_mains() -> bool | None:
     """Return whether the device runs on mains, which one without a battery does; None if that cannot be read."""
-    if root == Path("/sys") and hasattr(psutil, "sensors_battery"):
-        battery = psutil.sensors_battery()
-        if battery is None:
-            return True
-        return None if battery.power_plugged is None else bool(battery.power_plugged)
-    return True
+    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    return True if battery is None else battery.power_plugged
 
 
 @dataclass(frozen=True)

@@ -134,53 +134,40 @@ class Optimizer:
         gradients: list[Tensor] = [gradient for name in names if (gradient := parameters[name].grad) is not None]
         kept = [state[name] for name in names]
         if isinstance(self.spec, Sgd):
-            self._sgd(self.spec, tensors, gradients, kept, learning_rate)
+            sgd(
+                tensors,
+                gradients,
+                [entries.get("momentum_buffer") for entries in kept],
+                fused=_is_fused(tensors),
+                foreach=False,
+                weight_decay=self.spec.weight_decay,
+                momentum=self.spec.momentum,
+                lr=learning_rate,
+                dampening=0.0,
+                nesterov=self.spec.nesterov,
+                maximize=False,
+            )
         else:
-            self._adam(self.spec, tensors, gradients, kept, learning_rate)
+            adam(
+                tensors,
+                gradients,
+                [entries["exp_avg"] for entries in kept],
+                [entries["exp_avg_sq"] for entries in kept],
+                [],
+                [entries["step"] for entries in kept],
+                fused=_is_fused(tensors),
+                foreach=False,
+                decoupled_weight_decay=self.spec.name == "adamw",
+                amsgrad=False,
+                beta1=self.spec.betas[0],
+                beta2=self.spec.betas[1],
+                lr=learning_rate,
+                weight_decay=self.spec.weight_decay,
+                eps=1e-8,
+                maximize=False,
+            )
         if self.ema is not None and not self.local:
             follow([entries[AVERAGE] for entries in kept], tensors, decay_of(self.ema, number))
-
-    @staticmethod
-    def _sgd(
-        spec: Sgd, tensors: list[Tensor], gradients: list[Tensor], kept: list[dict[str, Tensor]], learning_rate: float
-    ) -> None:
-        sgd(
-            tensors,
-            gradients,
-            [entries.get("momentum_buffer") for entries in kept],
-            fused=_is_fused(tensors),
-            foreach=False,
-            weight_decay=spec.weight_decay,
-            momentum=spec.momentum,
-            lr=learning_rate,
-            dampening=0.0,
-            nesterov=spec.nesterov,
-            maximize=False,
-        )
-
-    @staticmethod
-    def _adam(
-        spec: Adam, tensors: list[Tensor], gradients: list[Tensor], kept: list[dict[str, Tensor]], learning_rate: float
-    ) -> None:
-        first, second = spec.betas
-        adam(
-            tensors,
-            gradients,
-            [entries["exp_avg"] for entries in kept],
-            [entries["exp_avg_sq"] for entries in kept],
-            [],
-            [entries["step"] for entries in kept],
-            fused=_is_fused(tensors),
-            foreach=False,
-            decoupled_weight_decay=spec.name == "adamw",
-            amsgrad=False,
-            beta1=first,
-            beta2=second,
-            lr=learning_rate,
-            weight_decay=spec.weight_decay,
-            eps=1e-8,
-            maximize=False,
-        )
 
 
 def _is_fused(tensors: list[Tensor]) -> bool:

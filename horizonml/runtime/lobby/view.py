@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,19 +16,6 @@ from horizonml.rendezvous.device_messages import (
 )
 from horizonml.rendezvous.devices import Device
 from horizonml.text import human_bytes, printable
-
-
-class View(Protocol):
-    """Shows the devices of a run."""
-
-    def show(self, own: DeviceInfo, devices: Sequence[Device], hint: str) -> None:
-        """Show who is there now; called again and again."""
-
-    def say(self, text: str) -> None:
-        """Show a message that stays."""
-
-    def close(self) -> None:
-        """End the view; what it has shown last stays."""
 
 
 def speed_words(device: DeviceInfo) -> str:
@@ -77,7 +63,7 @@ def _link(device: Device) -> str:
 
 
 class LiveTable:
-    """Draws a table that changes in its place."""
+    """Draws a table of the devices of a run, which changes in its place."""
 
     def __init__(self, own_state: str) -> None:
         self._console, self._own_state = Console(), own_state
@@ -85,6 +71,7 @@ class LiveTable:
         self._live.start()
 
     def show(self, own: DeviceInfo, devices: Sequence[Device], hint: str) -> None:
+        """Show who is there now; called again and again."""
         found = rows(own, self._own_state, devices)
         table = Table(*found[0], box=None, pad_edge=False)
         for row in found:
@@ -92,14 +79,16 @@ class LiveTable:
         self._live.update(Group(table, Text(hint)))
 
     def say(self, text: str) -> None:
+        """Show a message that stays."""
         self._console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
+        """End the view; what it has shown last stays."""
         self._live.stop()
 
 
 class DeviceLines:
-    """Prints a line whenever a device comes, goes, or changes its state."""
+    """Does the same on plain output: prints a line whenever a device comes, goes, or changes its state."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[str, DeviceState]] = {}
@@ -127,6 +116,9 @@ class DeviceLines:
 
     def close(self) -> None:
         sys.stdout.flush()
+
+
+View = LiveTable | DeviceLines
 
 
 def view(own_state: str) -> View:
