@@ -26,8 +26,8 @@ from horizonml.comm.tunnel.client import Links
 from horizonml.comm.work import (
     SMALL_MESSAGE,
     Collective,
+    Deferred,
     Done,
-    Later,
     Message,
     MessageLog,
     Moves,
@@ -210,7 +210,7 @@ class Group:
         """Begin to receive into a contiguous tensor of the size that was sent."""
         self._moves.count += 1
         if peer == self.rank:
-            return Later(lambda: into.copy_(self._outbox.pop(tag)))
+            return Deferred(lambda: into.copy_(self._outbox.pop(tag)))
         with Naming(self.name, peer):
             return self._under_way(self._world.recv([into], peer, tag), into)
 

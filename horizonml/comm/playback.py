@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor
 
-from horizonml.comm.work import Done, Later
+from horizonml.comm.work import Deferred, Done
 from horizonml.errors import PeerLost
 
 Messages = Mapping[tuple[int, int], Tensor]  # by sender and tag
@@ -105,7 +105,7 @@ class Recording:
     def recv(self, into: list[Tensor], peer: int, tag: int) -> Done:
         """Receive a message that was recorded, or that another lost rank sends. Raises PeerLost."""
         if peer in self._playback.ranks:
-            return Later(lambda: into[0].copy_(self._playback.take((peer, self._rank, tag))))
+            return Deferred(lambda: into[0].copy_(self._playback.take((peer, self._rank, tag))))
         if (peer, tag) not in self.messages:
             raise PeerLost(f"message {tag} of rank {peer} was not recorded")
         into[0].copy_(self.messages[peer, tag])
@@ -132,8 +132,8 @@ class _Sums:
         self._playback, self._rank, self._name, self._count = playback, rank, name, len(ranks)
         self._calls = 0
 
-    def allreduce(self, tensors: list[Tensor]) -> Later:
+    def allreduce(self, tensors: list[Tensor]) -> Deferred:
         """Sum a vector in place."""
         name, self._calls = (self._name, self._calls), self._calls + 1
         self._playback.add(name, self._rank, tensors[0])
-        return Later(lambda: tensors[0].copy_(self._playback.total(name, self._count)))
+        return Deferred(lambda: tensors[0].copy_(self._playback.total(name, self._count)))

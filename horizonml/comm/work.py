@@ -158,7 +158,7 @@ class Done:
         return None
 
 
-class Later(Done):
+class Deferred(Done):
     """Stands for work that is done when it is waited for the first time."""
 
     def __init__(self, work: Callable[[], Any]) -> None:

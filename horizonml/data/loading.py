@@ -27,7 +27,7 @@ from horizonml.data.dataset import (
 )
 from horizonml.data.own import OwnSplit
 from horizonml.data.samples import join, rows_of
-from horizonml.data.workers import Later, Workers
+from horizonml.data.workers import PendingRows, Workers
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Chunk:
     has_inputs: bool
     has_targets: bool
     bytes: int
-    pending: Later | None = None  # None until a worker may read it
+    pending: PendingRows | None = None  # None until a worker may read it
 
     def take(self, inputs: bool) -> Tree:
         """Return the inputs, which are then forgotten, or the targets. Raises what reading them raised."""
@@ -50,7 +50,7 @@ class _Chunk:
             return rows.targets
         assert rows.inputs is not None
         kept = Rows(None, rows.targets)
-        self.has_inputs, self.pending = False, Later(lambda: kept)
+        self.has_inputs, self.pending = False, PendingRows(lambda: kept)
         return list(rows.inputs) if isinstance(rows.inputs, tuple) else rows.inputs
 
 

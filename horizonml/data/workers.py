@@ -36,7 +36,7 @@ _PATIENCE = 30.0  # seconds without samples after which the log says so
 _log = logging.getLogger(__name__)
 
 
-class Later:
+class PendingRows:
     """Stands for rows that are read, or waited for, when they are asked for the first time."""
 
     def __init__(self, read: Callable[[], Rows], cancel: Callable[[], object] = lambda: None) -> None:
@@ -56,7 +56,7 @@ class Workers(Protocol):
 
     count: int
 
-    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Later:
+    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> PendingRows:
         """Begin to read the wanted parts of rows `start` to `stop - 1`."""
 
     def close(self) -> None:
@@ -90,9 +90,9 @@ class Inline:
 
     count = 0
 
-    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Later:
+    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> PendingRows:
         """Remember which rows to read."""
-        return Later(lambda: batch.rows(start, stop, inputs, targets))
+        return PendingRows(lambda: batch.rows(start, stop, inputs, targets))
 
     def close(self) -> None:
         """Do nothing: there is nothing to end."""
@@ -105,14 +105,14 @@ class _Executor:
         self.count, self._executor = count, executor
         self._begun: set[Future[Any]] = set()
 
-    def _submit(self, unpack: Callable[[Any], Rows], function: Callable[..., Any], *arguments: Any) -> Later:
+    def _submit(self, unpack: Callable[[Any], Rows], function: Callable[..., Any], *arguments: Any) -> PendingRows:
         try:
             future = self._executor.submit(function, *arguments)
         except BrokenExecutor as error:
             future = Future()
             future.set_exception(error)
         self._begun = {one for one in self._begun if not one.done()} | {future}
-        return Later(lambda: unpack(self._result(future)), future.cancel)
+        return PendingRows(lambda: unpack(self._result(future)), future.cancel)
 
     def _result(self, future: Future[Any]) -> Any:
         """Return what was read; while it does not come, say so, since all ranks wait for it. Raises DataError."""
@@ -146,7 +146,7 @@ class Threads(_Executor):
     def __init__(self, count: int) -> None:
         super().__init__(ThreadPoolExecutor(count, "load"), count)
 
-    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Later:
+    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> PendingRows:
         """Hand the rows to a thread."""
         return self._submit(lambda rows: rows, batch.rows, start, stop, inputs, targets)
 
@@ -167,7 +167,7 @@ class Processes(_Executor):
         self._processes: dict[int, BaseProcess] = {}  # all that have been started
         super().__init__(self._pool, count)
 
-    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Later:
+    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> PendingRows:
         """Hand the rows to a process."""
         part = batch.split is self._data.train, batch.indices.tolist(), batch.augment_seed
         pending = self._submit(pickle.loads, _read, *part, start, stop, inputs, targets)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
-from horizonml.comm.work import Later, Work
+from horizonml.comm.work import Deferred, Work
 from horizonml.engine.sync.base import Members, SyncedBuffers
 from horizonml.engine.sync.compressed import CodedSum
 from horizonml.models.module_slice import HOST
@@ -102,7 +102,7 @@ class SparseSum:
             for encoded in every:
                 vector.add_(decode(encoded, vector.numel()))
 
-        return Later(take)
+        return Deferred(take)
 
 
 MIXING = 0.5  # the part of a member's own parameters that it keeps when an update arrives late

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group, TreeSum
-from horizonml.comm.work import Later, Work
+from horizonml.comm.work import Deferred, Work
 from horizonml.engine.quantise import TILE, decode, encode, encoded_bytes
 from horizonml.engine.sync.allreduce import AllReduce, Bucket
 from horizonml.engine.sync.base import Members
@@ -77,7 +77,7 @@ class HalfAllReduce(Compressed):
             work.wait()
             flat.copy_(sent)
 
-        return Later(take)
+        return Deferred(take)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class PowerSgdAllReduce(Compressed):
             there = views
             if host is not flat:  # the hook computes where its sums are
                 there = [host.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
-            return Later(lambda: self._run_hook(host, there))
+            return Deferred(lambda: self._run_hook(host, there))
 
         return self._staging.sum(flat, begin)
 
@@ -335,6 +335,6 @@ class Int4AllReduce(Compressed):
                     one.halfway()
                 work.wait()
 
-            return Later(take)
+            return Deferred(take)
 
         return self._staging.sum(flat, begin)
