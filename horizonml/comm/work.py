@@ -159,7 +159,7 @@ class Done:
 
 
 class Deferred(Done):
-    """Stands for work that is done when it is waited for the first time."""
+    """Stands for work that is done when it is waited for: once, and by one thread."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work: Callable[[], Any] | None = work

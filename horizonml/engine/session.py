@@ -69,7 +69,7 @@ def run_passes(actions: Sequence[Action], stages: Mapping[int, StageRuntime], cl
 class Wishes(TypedDict, total=False):
     """What a rank may ask for in a step."""
 
-    measure_divergence: bool
+    measure_divergence: bool  # how far the gradients of members are apart
     stop: bool  # to end after this step
     newcomers: bool  # to take in ranks that want to join
     look: bool  # to compare times with the plan
@@ -196,7 +196,7 @@ class Session(Trainer):
     def step(self, batch: Batch, learning_rate: float, **wishes: Unpack[Wishes]) -> StepResult:
         """Train on one global batch and update the parameters.
 
-        The step adds one to `state.step`, which also seeds dropout.
+        The step adds one to `state.step`, which also seeds dropout. For what a rank may ask for, see `Wishes`.
         Raises PeerLost; raises Diverged on every rank, before any parameter changes, if the loss or a gradient is not
         finite.
         """

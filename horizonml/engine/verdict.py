@@ -42,7 +42,7 @@ _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 # Which parameters of a model are tied: the name of each copy, and the layer that holds it.
-Ties = Sequence[Sequence[tuple[str, int]]]
+TiedNames = Sequence[Sequence[tuple[str, int]]]
 
 
 class TiedGradients:
@@ -50,7 +50,7 @@ class TiedGradients:
 
     def __init__(
         self,
-        ties: Ties,
+        ties: TiedNames,
         plan: Plan,
         group: Group,
         clock: Clock,
@@ -191,7 +191,7 @@ class GradientCheck:
     def __init__(
         self,
         plan: Plan,
-        ties: Ties,
+        ties: TiedNames,
         group: Group,
         clock: Clock,
         stages: Mapping[int, StageRuntime],

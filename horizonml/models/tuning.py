@@ -288,9 +288,8 @@ def carry_modes(part: nn.Module, modes: Modes) -> None:
         type(module).train(module, mode)
         for path, inner in module.named_modules():
             inner.training = modes[mode].get(path, inner.training)
-        if isinstance(
-            root := module.__dict__.get("horizonml_root"), nn.Module
-        ):  # of a slice that shares its root's modules
+        root = module.__dict__.get("horizonml_root")  # of a slice, which shares its root's modules
+        if isinstance(root, nn.Module):
             root.training = module.training
         return module
 

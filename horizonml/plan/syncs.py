@@ -177,6 +177,7 @@ def resolve(path: str) -> Any:
 _HOROVOD = "`make horovod` builds it into .venv in about four minutes (or choose ddp, which needs nothing)"
 _HALVES = ("16-bit floats", "each is off by at most 1/2048 of itself")
 
+# In the order in which strategy auto considers them: of those that it may choose, the most precise first.
 Sync.ALL_REDUCE = Sync(
     "all-reduce",
     "32-bit floats",
@@ -258,7 +259,6 @@ Sync.HOROVOD_FP16 = replace(
 )
 Sync.LOCAL = Sync("local", "nothing in a usual step, as members take local steps", "", Sync.ALL_REDUCE, ratio=0.0)
 
-# The most precise first, of those that strategy auto may choose.
 SYNCS: dict[str, Sync] = {sync.name: sync for sync in vars(Sync).values() if isinstance(sync, Sync)}
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -62,10 +63,12 @@ class Trace:
     @classmethod
     def read(cls, path: Path) -> Trace:
         """Read a file. Raises OSError, or ValueError if it is damaged."""
-        return _TRACE.validate_json(path.read_bytes(), strict=True)
+        return _traces().validate_json(path.read_bytes(), strict=True)
 
 
-_TRACE = TypeAdapter(Trace)
+@cache
+def _traces() -> TypeAdapter[Trace]:
+    return TypeAdapter(Trace)
 
 
 class Lifeline:

@@ -235,14 +235,13 @@ class Recorder:
         """Open the rank's file at `path` and record `info` in it.
 
         `energy` is this machine's meter; `lifeline` is what tells the next process where this one was; `feeds` get
-        what the file gets. `on_gone` is called when somebody has deleted the file. An `observer`, if one is set, gets
-        the records of steps and evaluations.
+        what the file gets. `on_gone` is called when somebody has deleted the file.
         """
         self._energy = energy if energy is not None and energy.available else None
         self._joules = 0.0
         self._lines, self._display, self._timeline_every = JsonLines(path, on_gone), display, timeline_every
         self._metrics, self._lifeline, self._feeds = metrics, lifeline, feeds
-        self.observer: Observer = lambda record: None
+        self.observer: Observer = lambda record: None  # gets steps and evaluations
         self._told: list[StepSums] = []  # what the ranks have told since the last record of it
         self._told_since = time.monotonic()
         self.steps, self._number = 0, 0  # recorded; the newest one's number
