@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn, Unpack
+from typing import NoReturn
 
 import torch
 
@@ -31,7 +31,7 @@ from horizonml.data.sampler import name_seed
 from horizonml.data.samples import BatchRows, JoinedBatch
 from horizonml.engine.clock import StepResult, Totals, merged
 from horizonml.engine.fragment import Fragment, fragments_of
-from horizonml.engine.session import Session, Trainer, Wishes
+from horizonml.engine.session import NO_WISHES, Session, Trainer, Wishes
 from horizonml.engine.sync.base import Members
 from horizonml.engine.verdict import UNCHANGED, TotalsSum, check_held_out
 from horizonml.errors import Diverged, PeerLost, PlanError
@@ -210,7 +210,7 @@ class LocalSession(Trainer):
             self._samples,
         )
 
-    def step(self, batch: Batch, learning_rate: float, **wishes: Unpack[Wishes]) -> StepResult:
+    def step(self, batch: Batch, learning_rate: float, wishes: Wishes = NO_WISHES) -> StepResult:
         """Train on this replica's rows of a global batch, and synchronise if it is time; see `Session.step`.
 
         The totals are those of all replicas since the last synchronisation in a step that ends with one, and this
@@ -222,10 +222,9 @@ class LocalSession(Trainer):
         self._begin_training()
         self.state.prepared, self._begun = None, True
         number, self._cpu = self.state.step, cpu_seconds()
-        self._stop |= wishes.get("stop", False)
-        self._newcomers |= wishes.get("newcomers", False)
+        self._stop, self._newcomers = self._stop or wishes.stop, self._newcomers or wishes.newcomers
         leaving, ahead = self._local.sent(number + 1), self._flying is not None and number >= self._due
-        full = wishes.get("full", False) or (self._ending and leaving is not None)
+        full = wishes.full or (self._ending and leaving is not None)
         steps = self._train(batch, learning_rate, full)
         self.state.step = number + 1
         self.clock.restart()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Protocol, TypedDict, Unpack
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -66,14 +67,18 @@ def run_passes(actions: Sequence[Action], stages: Mapping[int, StageRuntime], cl
         clock.switch("compute", "prepare")
 
 
-class Wishes(TypedDict, total=False):
-    """What a rank may ask for in a step."""
+@dataclass(frozen=True)
+class Wishes:
+    """Says what a rank asks for in a step."""
 
-    measure_divergence: bool  # how far the gradients of members are apart
-    stop: bool  # to end after this step
-    newcomers: bool  # to take in ranks that want to join
-    look: bool  # to compare times with the plan
-    full: bool  # to have one set of parameters after this step, which all plans have but those with local steps
+    measure_divergence: bool = False  # to know how far the gradients of members are apart
+    stop: bool = False  # to end after this step
+    newcomers: bool = False  # to take in ranks that want to join
+    look: bool = False  # to compare times with the plan
+    full: bool = False  # to have one set of parameters after this step, as all plans have but those with local steps
+
+
+NO_WISHES = Wishes()
 
 
 class Trainer(Protocol):
@@ -114,7 +119,7 @@ class Trainer(Protocol):
 
     def follow(self, following: Following) -> None: ...
     def end_following(self) -> None: ...
-    def step(self, batch: Batch, learning_rate: float, **wishes: Unpack[Wishes]) -> StepResult: ...
+    def step(self, batch: Batch, learning_rate: float, wishes: Wishes = NO_WISHES) -> StepResult: ...
     def evaluate(self, batches: Sequence[Batch]) -> Totals: ...
     def needs(self, size: int, training: bool, step: int) -> NeededRows: ...
     def try_smallest(self, size: int) -> str | None: ...
@@ -193,7 +198,7 @@ class Session(Trainer):
         for stage in self.stages.values():
             stage.share(plan)
 
-    def step(self, batch: Batch, learning_rate: float, **wishes: Unpack[Wishes]) -> StepResult:
+    def step(self, batch: Batch, learning_rate: float, wishes: Wishes = NO_WISHES) -> StepResult:
         """Train on one global batch and update the parameters.
 
         The step adds one to `state.step`, which also seeds dropout. For what a rank may ask for, see `Wishes`.
@@ -297,19 +302,19 @@ class Session(Trainer):
             require_alike([part for parts in every for part in parts])
 
     def _step(self, batch: Batch, learning_rate: float, wishes: Wishes) -> StepResult:
-        stop, newcomers, look = wishes.get("stop", False), wishes.get("newcomers", False), wishes.get("look", False)
         self.clock.restart()
         self._cpu = cpu_seconds()
         self._totals.post()
         self._check.post()
-        actions, runs = self._pass(batch, wishes.get("measure_divergence", False))
+        actions, runs = self._pass(batch, wishes.measure_divergence)
         # Where a stage has several members, its gradients may already be travelling between them.
         finite = self._check.before_sums()
         self.clock.switch("wait", "others")
         # Without sums nothing but the others' consent is missing now: who has it may already have updated.
         self._prepared = not self._check.has_round and all(len(stage.ranks) == 1 for stage in self.plan.stages)
         found = self.found = self._totals.found(runs)
-        totals = self._totals.agree(found, batch.size, self.following, stop, newcomers, finite, look)
+        asked = wishes.stop, wishes.newcomers, finite, wishes.look
+        totals = self._totals.agree(found, batch.size, self.following, *asked)
         if not math.isfinite(totals.loss):
             refuse_loss(self.group, self.state.step, totals.loss, float(found[0]))
         if not totals.finite:

@@ -31,7 +31,7 @@ from horizonml.comm.group import Group
 from horizonml.data.dataset import Data
 from horizonml.data.sampler import sampler_for
 from horizonml.engine.clock import Totals
-from horizonml.engine.session import Session
+from horizonml.engine.session import Session, Wishes
 from horizonml.errors import Diverged
 from horizonml.job.schema import Job
 from horizonml.plan.lossy import LINK, PRECISION, SUMS, LossyChoice, Setting, Tried
@@ -192,7 +192,7 @@ class Trial:
                 for step in range(done, done + steps):
                     batch = training_batch(job, self._data, self._sampler, *divmod(step, self._per_epoch))
                     rate = learning_rate(job.lr_schedule, job.optimizer.lr, step, self._per_epoch, total)
-                    if session.step(batch, rate, stop=self._stop()).totals.stop:
+                    if session.step(batch, rate, Wishes(stop=self._stop())).totals.stop:
                         raise _Stopped
                     if step + 1 in points:
                         found.append(session.evaluate(held_out))

@@ -17,7 +17,7 @@ from horizonml.data.loading import Ahead
 from horizonml.data.sampler import Sampler, name_seed, sampler_for
 from horizonml.data.workers import Workers, workers_for
 from horizonml.engine.clock import StepResult
-from horizonml.engine.session import Trainer
+from horizonml.engine.session import Trainer, Wishes
 from horizonml.errors import CheckpointError, Diverged, JobError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
@@ -178,15 +178,14 @@ class Training:
             self.mirror.before_step(self.wall)
         self._tell_stop(done)
         takes_in = following is None  # or what is on its way to a newcomer would have to be sent again
-        step = self.session.step(
-            batch,
-            lr,
+        wishes = Wishes(
             measure_divergence=every > 0 and done % every == 0,
             stop=self.stop.wanted,
             newcomers=takes_in and self.newcomers(),
             look=takes_in and self.watch is not None and self.watch.due(),
             full=self._is_evaluated(done + 1) or self._falls_due(self.every, done + 1),
         )
+        step = self.session.step(batch, lr, wishes)
         if self.mirror is not None:
             self.mirror.after_step()
             self.recorder.replica(self.mirror.age, covered=self.mirror.age is not None or not self.mirror.is_owner)

@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from horizonml.comm.group import Group
 from horizonml.engine.quantise import encoded_bytes
+from horizonml.engine.session import Wishes
 from horizonml.engine.sync.compressed import CodedSum
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan, Stage, Sync
@@ -48,7 +49,7 @@ def train(
     group = Group(store, rank, world_size, 30.0)
     plan = Plan(tuple(stages), micro_batches=2)
     session = session_for(plan, model, group, Sgd(momentum=0.5), FULL)
-    reports = [session.step(RandomBatch(step), LR / 10, measure_divergence=True) for step in range(steps)]
+    reports = [session.step(RandomBatch(step), LR / 10, Wishes(measure_divergence=True)) for step in range(steps)]
     state = state_of(session)
     group.close()
     return state, reports

@@ -12,6 +12,7 @@ from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
 from horizonml.engine.local_steps import LocalSession, open_session
+from horizonml.engine.session import Wishes
 from horizonml.errors import PeerLost
 from horizonml.plan.local import Local
 from horizonml.tasks.classification import Classification
@@ -48,7 +49,9 @@ def ahead(
         if step == STEPS - 1:
             for fragment in session._fragments[0]:
                 agreed |= {name: value.clone() for name, value in fragment._by_name(fragment.outer).items()}
-        reports.append(session.step(RandomBatch(step), LR, full=step == STEPS - 1, stop=rank == 0 and step == stop))
+        reports.append(
+            session.step(RandomBatch(step), LR, Wishes(full=step == STEPS - 1, stop=rank == 0 and step == stop))
+        )
         if rank == 0:
             store.set(f"done/{step + 1}", "")
     state = state_of(session)
@@ -133,7 +136,7 @@ def lost(rank: int, world_size: int, store: Store, case: Locally) -> tuple[int, 
     again.begin()
     first = state.step
     for step in range(first, STEPS):
-        again.step(RandomBatch(step), LR, full=step == STEPS - 1)
+        again.step(RandomBatch(step), LR, Wishes(full=step == STEPS - 1))
     tensors = state_of(again)
     again.close()
     group.close()

@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.engine.local_steps import Kept, LocalSession, done_by, open_session
+from horizonml.engine.session import Wishes
 from horizonml.errors import Diverged, PeerLost, PlanError
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan, Stage, Sync
@@ -124,7 +125,7 @@ def synchronise(
     reports, sent = [], []
     for step in range(steps):
         before = len(group.counted)
-        reports.append(session.step(RandomBatch(step), LR, full=step == steps - 1))
+        reports.append(session.step(RandomBatch(step), LR, Wishes(full=step == steps - 1)))
         sent.append((sum(size for size, _ in group.counted[before:]), len(group.counted) - before))
     state = state_of(session)
     session.close()
@@ -365,7 +366,7 @@ def broken(rank: int, world_size: int, store: Store, case: Locally, at: int) -> 
         session = open_session(case.plan(len(model.chain)), state, group, Classification(), FULL)
         session.begin()
         for step in range(state.step, until):
-            session.step(RandomBatch(step), LR, full=step == 8)
+            session.step(RandomBatch(step), LR, Wishes(full=step == 8))
         tensors = state_of(session)
         session.close()
         group.close()
@@ -460,7 +461,7 @@ def first_fragment(rank: int, world_size: int, store: Store, case: Locally, stop
     session = session_for(case.plan(len(model.chain)), model, group, PLAIN, FULL)
     assert isinstance(session, LocalSession)
     for step in range(2):
-        session.step(RandomBatch(step), LR, stop=stop)
+        session.step(RandomBatch(step), LR, Wishes(stop=stop))
     names = [name for fragment in session._fragments[0] for name in fragment._parameters]
     state = state_of(session)
     session.close()
@@ -478,12 +479,11 @@ def test_a_stop_does_not_move_what_has_just_been_synchronised(pool: Pool) -> Non
 
 def stopping(rank: int, world_size: int, store: Store, case: Locally, at: int) -> list[tuple[bool, float]]:
     """Ask for the end on one rank; return whether each step says so."""
-    model = model_of(case)
-    group = Group(store, rank, world_size, 30.0)
+    model, group = model_of(case), Group(store, rank, world_size, 30.0)
     session = session_for(case.plan(len(model.chain)), model, group, PLAIN, FULL)
     told = []
     for step in range(8):
-        totals = session.step(RandomBatch(step), LR, stop=rank == 1 and step == at).totals
+        totals = session.step(RandomBatch(step), LR, Wishes(stop=rank == 1 and step == at)).totals
         told.append((totals.stop, totals.loss))
     held_out = session.evaluate([RandomBatch(step) for step in (2, 3)])
     session.close()

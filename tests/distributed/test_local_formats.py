@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
+from horizonml.engine.session import Wishes
 from horizonml.plan.local import Local
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
@@ -32,7 +33,7 @@ def settle(rank: int, world_size: int, store: Store, case: Locally, steps: int, 
     group = Group(store, rank, world_size, 30.0)
     session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL, steps=whole)
     for step in range(steps):
-        session.step(RandomBatch(step % 2), LR if step < 2 else 0.0, full=step == 20)
+        session.step(RandomBatch(step % 2), LR if step < 2 else 0.0, Wishes(full=step == 20))
     state = state_of(session)
     session.close()
     group.close()

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
+from horizonml.engine.session import Wishes
 from horizonml.plan.local import Local
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for
@@ -35,7 +36,7 @@ def noted(rank: int, world_size: int, store: Store, case: Locally) -> list[tuple
     for step, batch in enumerate(batches):
         ranges = session.needs(batch.size, True, step).inputs
         announced.append(sorted(row for start, stop in ranges for row in range(start, stop)))
-        session.step(batch, LR, full=step == len(batches) - 1)
+        session.step(batch, LR, Wishes(full=step == len(batches) - 1))
     session.close()
     group.close()
     return [(sorted(batch.read), rows) for batch, rows in zip(batches, announced, strict=True)]

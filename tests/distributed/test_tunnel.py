@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store
 from horizonml.comm.group import Group
 from horizonml.comm.tunnel.addresses import is_ours, is_portable
 from horizonml.comm.tunnel.client import AES, CHACHA, Links, Tunnel, TunnelPeer, TunnelUsage
+from horizonml.engine.session import Wishes
 from horizonml.errors import PeerLost
 from horizonml.profiling.probe import probe_pairs
 from horizonml.security.tls import client_context
@@ -71,7 +72,7 @@ def train_beside_strangers(
     model = built(f"tests.models:{case.model}")
     session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
     for step in range(3):
-        session.step(RandomBatch(step), LR, measure_divergence=True)
+        session.step(RandomBatch(step), LR, Wishes(measure_divergence=True))
         if step == 0:
             store.set(f"ready/{rank}", json.dumps([at for at in listening() if at not in earlier]))
             before = len(os.listdir("/dev/fd"))

@@ -17,6 +17,7 @@ from torch.nn import functional
 from horizonml.comm.group import Group
 from horizonml.data.dataset import Inputs
 from horizonml.engine.clock import StepResult, Totals
+from horizonml.engine.session import Wishes
 from horizonml.models.boundary import values_of
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan, Stage, Sync
@@ -127,7 +128,7 @@ def trained(rank: int, world_size: int, store: Store, case: Case, subject: Subje
     group = Group(store, rank, world_size, 30.0)
     plan = case.plan(len(model.chain))
     session = session_for(plan, model, group, case.optimizer, FULL, subject.task, case.ema)
-    reports = [session.step(batch, subject.rate, measure_divergence=True) for batch in subject.batches()]
+    reports = [session.step(batch, subject.rate, Wishes(measure_divergence=True)) for batch in subject.batches()]
     state = state_of(session)
     judged = session.evaluate(subject.batches())
     assert all(torch.equal(value, state[key]) for key, value in state_of(session).items())

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
-from horizonml.engine.session import Session
+from horizonml.engine.session import Session, Wishes
 from horizonml.errors import PeerLost
 from horizonml.job.schema import Job
 from horizonml.models.spec import ModelSpec
@@ -46,7 +46,7 @@ def session_of(kind: Sync, rank: int, world_size: int, store: Store, name: str, 
 
 def train(rank: int, world_size: int, store: Store, kind: Sync, *arguments: Any) -> tuple[dict[str, Tensor], list[Any]]:
     one = session_of(kind, rank, world_size, store, *arguments)
-    reports = [one.step(RandomBatch(step), LR, measure_divergence=True) for step in range(3)]
+    reports = [one.step(RandomBatch(step), LR, Wishes(measure_divergence=True)) for step in range(3)]
     evaluated = one.evaluate([RandomBatch(9)])
     state = state_of(one)
     one.close()
