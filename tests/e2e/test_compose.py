@@ -141,12 +141,14 @@ def test_strangers_and_the_monitoring_get_nowhere(up: Up) -> None:
     assert not re.search("hml-[a-z2-7]{36}", told)
 
 
-def test_without_the_token_compose_says_what_to_run(compose: list[str]) -> None:
-    shown = run(
-        "docker", "compose", "--env-file", "/dev/null", "up", env={"HORIZONML_TOKEN": ""}, check=False, both=True
-    )
-    assert "HORIZONML_TOKEN is missing a value: run `make token` first" in shown
-    assert len(shown.strip().splitlines()) == 1
+def test_without_its_secrets_compose_says_what_to_run(compose: list[str]) -> None:
+    secrets = {"HORIZONML_TOKEN": "a token", "GRAFANA_PASSWORD": "a password"}
+    for name in secrets:
+        # Compose names the one that it looks up first, so only one is missing at a time.
+        env = {**secrets, name: ""}
+        shown = run("docker", "compose", "--env-file", "/dev/null", "up", env=env, check=False, both=True)
+        assert f"{name} is missing a value: run `make token` first" in shown
+        assert len(shown.strip().splitlines()) == 1
     refused = run("docker", "run", "--rm", IMAGE, "rendezvous", "--host", "0.0.0.0", check=False, both=True)
     assert "there is no token" in refused
 
