@@ -35,7 +35,7 @@ from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.http import MetricsServer
 from horizonml.telemetry.metrics import Metrics
-from horizonml.telemetry.recorder import Recorder, Silent
+from horizonml.telemetry.recorder import Display, Recorder
 
 CUTS, LAYERS, MICRO_BATCHES, BATCH = [4, 7, 9, 10], 14, 5, 320  # ResNet-18 in five stages
 
@@ -79,7 +79,7 @@ def recording(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, s
     session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), Classification(), batch_size)
     batch = RandomBatch(batch_size, shape)
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(Path(folder) / "rank-0.jsonl", Silent(), described(plan), 50)
+        recorder = Recorder(Path(folder) / "rank-0.jsonl", Display(), described(plan), 50)
         count = 0
 
         def with_records() -> None:
@@ -132,8 +132,8 @@ def scraping(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, se
     times: dict[str, list[float]] = {"on": [], "off": []}
     with tempfile.TemporaryDirectory() as folder:
         recorders = {
-            "on": Recorder(Path(folder) / "on.jsonl", Silent(), described(plan), 50, metrics),
-            "off": Recorder(Path(folder) / "off.jsonl", Silent(), described(plan), 50),
+            "on": Recorder(Path(folder) / "on.jsonl", Display(), described(plan), 50, metrics),
+            "off": Recorder(Path(folder) / "off.jsonl", Display(), described(plan), 50),
         }
         for round_ in range(rounds + 1):
             for key, recorder in recorders.items():

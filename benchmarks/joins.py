@@ -24,13 +24,7 @@ from horizonml.job.jobfile import from_values
 from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.machine.network import listen
 from horizonml.rendezvous.client import Client
-from horizonml.rendezvous.device_messages import (
-    DeviceBeat,
-    DeviceInfo,
-    DeviceState,
-    Phase,
-    RunOutcome,
-)
+from horizonml.rendezvous.device_messages import DeviceBeat, DeviceInfo, DeviceState, Phase, RunOutcome
 from horizonml.rendezvous.devices import DeviceHeartbeat
 from horizonml.rendezvous.service import Service
 from horizonml.runtime.lobby.offer import offer

@@ -40,7 +40,7 @@ from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_records
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import StepRecord
-from horizonml.telemetry.recorder import Recorder, Silent
+from horizonml.telemetry.recorder import Display, Recorder
 
 WARMUP = 6  # steps of a run that do not count
 
@@ -100,7 +100,7 @@ def recording(folder: Path) -> float:
     plan = Plan((Stage(0, len(model.chain), (0,), (1.0,)),))
     session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), Classification(), 64)
     step = session.step(RandomBatch(64, (1, 8, 8)), LR)
-    recorder = Recorder(folder / "recorded.jsonl", Silent(), described(plan), 50, Metrics(0))
+    recorder = Recorder(folder / "recorded.jsonl", Display(), described(plan), 50, Metrics(0))
     count = 1000
     began = time.perf_counter()
     for number in range(1, count + 1):

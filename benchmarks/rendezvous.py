@@ -18,10 +18,7 @@ from dataclasses import replace
 import psutil
 
 from horizonml.rendezvous.client import Client, Endpoint
-from horizonml.rendezvous.messages import (
-    Fingerprint,
-    Join,
-)
+from horizonml.rendezvous.messages import Fingerprint, Join
 from horizonml.rendezvous.service import SETTLE_SECONDS
 from horizonml.rendezvous.wire import fields_of
 from horizonml.security.tls import _pair, client_context

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from horizonml.errors import HorizonError, JobError
@@ -41,7 +40,7 @@ class Given:
     def install(self) -> None:
         """Let jobs find the objects in this process."""
         for name, thing in self.objects.items():
-            install(name, self.kinds[name], partial(_same, thing))
+            install(name, self.kinds[name], lambda thing=thing: thing)  # type: ignore[misc]
 
 
 def install(name: str, kind: str, make: Callable[[], Any]) -> None:
@@ -71,10 +70,6 @@ def in_this_process() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _same(thing: Any) -> Any:
-    return thing
 
 
 def __getattr__(name: str) -> Any:
@@ -145,11 +140,7 @@ def _as_data(thing: Any) -> Any:
     """Return a function that returns the data, from a data set, a pair of them, or anything that can be called."""
     if isinstance(thing, type) or (callable(thing) and not hasattr(thing, "__getitem__")):
         return thing
-
-    def make() -> Any:
-        return thing
-
-    return make
+    return lambda: thing
 
 
 def _as_task(thing: Any) -> Any:

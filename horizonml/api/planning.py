@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def plan(
     """
     made, given = make_job(job, model, data, task, workers, fields)
     given.install()
-    planned = plan_job(made, Path(devices) if devices is not None else None, False, _say)
+    planned = plan_job(made, Path(devices) if devices is not None else None, False, partial(print, file=sys.stderr))
     found, size = planned.found, planned.job.batch_size
     seconds = found.prediction.seconds if planned.predicted else None
     memory = found.prediction.memory if planned.predicted else {}
@@ -80,10 +81,6 @@ def plan(
         tuple(memory[rank] for rank in sorted(memory)),
         _text(planned),
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _text(planned: Planned) -> str:

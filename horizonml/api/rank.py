@@ -10,13 +10,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from typing import IO, Any
+from contextlib import suppress
+from typing import Any
 
 from horizonml.errors import IdentityError
 from horizonml.rendezvous.identity import from_rank
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.process import run_and_exit
-from horizonml.telemetry.record import EvaluationRecord, StepRecord
 
 
 def main() -> None:
@@ -31,31 +31,17 @@ def main() -> None:
         raise IdentityError("RANK and WORLD_SIZE are not set: call horizonml.train, which starts its ranks itself")
     job, fresh = unpack(objects)
     hand_down(Objects(objects))
-    sender = Sender(os.fdopen(records, "w", encoding="utf-8"))
-    outcome = train_as_rank(job, identity, fresh, None, False, sender)
+    stream = os.fdopen(records, "w", encoding="utf-8")
+
+    def send(fields: Mapping[str, Any]) -> None:
+        """Send a JSON object to the parent process, on a line of its own, for as long as the parent reads them."""
+        with suppress(BrokenPipeError):  # the parent is gone, and its watch ends this process
+            stream.write(json.dumps(fields) + "\n")
+            stream.flush()
+
+    outcome = train_as_rank(job, identity, fresh, None, False, lambda record: send(record.to_json()))
     if outcome is Outcome.ALREADY_COMPLETE:
-        sender.send({"kind": NOTHING_DONE})
-
-
-class Sender:
-    """Sends records to the parent process, a JSON object on each line, for as long as the parent reads them."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream: IO[str] | None = stream
-
-    def __call__(self, record: StepRecord | EvaluationRecord) -> None:
-        """Send a record."""
-        self.send(record.to_json())
-
-    def send(self, record: Mapping[str, Any]) -> None:
-        """Send the fields of a record."""
-        if self._stream is None:
-            return
-        try:
-            self._stream.write(json.dumps(record) + "\n")
-            self._stream.flush()
-        except BrokenPipeError:  # the parent is gone, and its watch ends this process
-            self._stream = None
+        send({"kind": NOTHING_DONE})
 
 
 if __name__ == "__main__":

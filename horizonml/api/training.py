@@ -27,7 +27,7 @@ from functools import partial
 from io import BytesIO
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import CodeType
 from typing import IO, Any, ClassVar
 
@@ -199,7 +199,7 @@ def train(
             made,
             command,
             fresh,
-            {"PYTHONPATH": _import_path()},
+            {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path)},  # as in this process
             output=parent.output,
             inherited=(objects, parent.records),
             say=parent.say,
@@ -217,11 +217,6 @@ def train(
             stacklevel=3,
         )
     return Run(folder, given=given, job=made)
-
-
-def _import_path() -> str:
-    """Return where this process finds modules, for the ranks to find them, too."""
-    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
 
 
 class _Parent:
@@ -282,11 +277,8 @@ class _Parent:
         """Print what has been printed, and hand over the steps that have been recorded since the last call."""
         if self._bar is not None:
             self._bar.update()
-        while True:
-            try:
-                found = self._queue.get_nowait()
-            except Empty:
-                return
+        while not self._queue.empty():
+            found = self._queue.get()
             if isinstance(found, str):
                 print(found, end="", flush=True)
             elif self._on_step is not None:

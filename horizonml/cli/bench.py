@@ -12,7 +12,9 @@ import typer
 from typer.core import TyperCommand
 
 from horizonml.cli.options import Emulate, Overrides
+from horizonml.errors import JobError
 from horizonml.machine.code import require
+from horizonml.text import nearest
 
 if TYPE_CHECKING:
     from horizonml.job.schema import Job
@@ -158,7 +160,6 @@ def scaling(
     Shows throughput, speed-up and efficiency, against the ideal.
     """
     require("matplotlib", "`horizonml bench`")
-    from horizonml.errors import JobError
     from horizonml.report.bench import scaling as study
     from horizonml.report.bench.study import ScalingMode, StudySettings
 
@@ -210,9 +211,7 @@ def batch_size(
 
 def _job(path: Path | None, data: str, folder: Path | None, overrides: list[str] | None) -> Job:
     """Return the job to study: that of the file, else the built-in one for some data. Raises JobError."""
-    from horizonml.errors import JobError
     from horizonml.job.jobfile import load, parse
-    from horizonml.text import nearest
 
     extra = list(overrides or [])
     if folder is not None:
@@ -226,9 +225,6 @@ def _job(path: Path | None, data: str, folder: Path | None, overrides: list[str]
 
 def _strategies(given: Sequence[str] | None, default: Sequence[str]) -> list[str]:
     """Return the strategies to study, each once. Raises JobError."""
-    from horizonml.errors import JobError
-    from horizonml.text import nearest
-
     chosen = [part for name in given or default for part in name.split(",") if part]
     for name in chosen:
         if name not in STRATEGIES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,13 +62,8 @@ def checkpoints(
         return
     if not steps(folder):
         raise CheckpointError(f"no checkpoint in {run}; give a run's folder (runs/NAME)")
-    rows, damaged, intact = list[list[str]](), False, list[Path]()
-    for path in steps(folder):
-        row, problem = _row(path, verify or keep is not None)
-        rows.append(row)
-        damaged |= problem
-        if not problem:
-            intact.append(path)
+    listed = [(path, *_row(path, verify or keep is not None)) for path in steps(folder)]
+    rows, intact = [row for _, row, _ in listed], [path for path, _, damaged in listed if not damaged]
     print_table("", ["step", "saved", "size", "held-out loss", "state"], rows, text=(1, 4))
     if keep is not None:
         if not intact:
@@ -77,15 +73,12 @@ def checkpoints(
         for path in old:
             shutil.rmtree(path)
         print(f"deleted {', '.join(path.name for path in old) or 'none'}")
-        damaged = False
-    if damaged:
+    elif len(intact) < len(listed):
         raise typer.Exit(1)
 
 
 def _row(path: Path, content: bool) -> tuple[list[str], bool]:
     """Return a row about a checkpoint, and whether it is damaged."""
-    import time
-
     from horizonml.errors import CheckpointError
     from horizonml.state.shards import read_metadata, step_of, verify_shard
     from horizonml.text import human_bytes, printable

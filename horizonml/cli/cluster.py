@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from horizonml.cli.options import Overrides
+from horizonml.cli.options import JobFile, Overrides, Workers, load_job
 from horizonml.cli.tables import layout, print_text, terminal_width
 from horizonml.errors import ClusterError, JobError
 from horizonml.machine.code import require
@@ -76,16 +75,12 @@ _PATIENCE = 60.0  # seconds for which `submit --wait` watches a problem before i
 
 @app.command()
 def submit(
-    job_file: Annotated[
-        Path, typer.Argument(metavar="JOB", help="A job file (YAML), or a ready job by its name.", show_default=False)
-    ],
+    job_file: JobFile,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name in the cluster. Default: the job's.", show_default=False)
     ] = None,
     overrides: Overrides = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", "-n", metavar="N", min=1, help="World size.", show_default=False)
-    ] = None,
+    workers: Workers = None,
     classes: Annotated[
         list[str] | None,
         typer.Option(
@@ -147,7 +142,7 @@ def submit(
     already, you are told what differs. With --replace, its workers save a checkpoint and start again with the new job,
     from that checkpoint where the job allows it. Other jobs are never touched.
     """
-    from horizonml.job.jobfile import load, ready_jobs
+    from horizonml.job.jobfile import ready_jobs
     from horizonml.kube.render import NODE, ManifestSettings, WorkerClass, check_amount, files_of, job_name, render
 
     if classes and (workers or cpu or memory):
@@ -158,7 +153,7 @@ def submit(
     if len({one.name for one in found}) < len(found):
         raise JobError("--class: two classes have the same name; give each its own")
     number = sum(one.count for one in found) or workers
-    job = load(job_file, [*(overrides or []), *([f"parallel.workers={number}"] if number is not None else [])])
+    job = load_job(job_file, overrides, number)
     for option, amount in (("--cpu", None if cpu == NODE else cpu), ("--memory", memory), ("--disk", disk)):
         check_amount(option, amount)
     settings = ManifestSettings(

@@ -16,6 +16,16 @@ Checkpoint = Annotated[
     ),
 ]
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a field of the checkpoint's job, e.g. data.folder=/mnt/pictures if the data has moved, or "
+        "data.options.year=2024 (repeatable).",
+    ),
+]
+
 
 def export(
     checkpoint: Checkpoint,
@@ -57,15 +67,7 @@ def export(
             show_default=False,
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Override a field of the checkpoint's job, e.g. data.folder=pictures if the data has moved "
-            "(repeatable).",
-        ),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Export a trained model to a file, and verify the file.
 
@@ -105,15 +107,6 @@ Data = Annotated[
         "model that was trained on a table, a text, or another kind of data with a path, the path of more such data. "
         "Default: the data that the model was trained on.",
         show_default=False,
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a field of the checkpoint's job, e.g. data.folder=/mnt/pictures if the data has moved, or "
-        "data.options.year=2024 (repeatable).",
     ),
 ]
 BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Number of samples that are computed at a time.")]

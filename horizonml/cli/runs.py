@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from horizonml.errors import HorizonError, JobError
-from horizonml.text import rough_time
+from horizonml.text import count, percent, plain_lines, printable, rough_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,11 +76,9 @@ def ls(
 
 def _row(one: RunSummary) -> list[str]:
     """Return a row about a run of this device."""
-    from horizonml.text import count
-
     ranks = f" ({count(one.ranks, 'rank')})" if one.ranks != one.devices else ""
     steps = f"{one.step:,}" + (f" of {one.steps:,}" if one.steps else "")
-    return [one.folder, one.state, steps, _accuracy(one.accuracy), f"{one.devices}{ranks}", rough_time(one.seconds)]
+    return [one.folder, one.state, steps, percent(one.accuracy, 1), f"{one.devices}{ranks}", rough_time(one.seconds)]
 
 
 def _near() -> Iterator[tuple[FoundService, JobOffer]]:
@@ -102,21 +100,16 @@ def _near() -> Iterator[tuple[FoundService, JobOffer]]:
 def _row_near(service: FoundService, offered: JobOffer) -> list[str]:
     from horizonml.rendezvous.device_messages import Phase
     from horizonml.report.live_facts import RunState
-    from horizonml.text import printable
 
     told = offered.progress
     return [
         printable(f"{offered.name} on {service.name} ({service.host}:{service.port})", 120),
         RunState.RUNNING if offered.phase is Phase.STARTED else RunState.WAITING,
         f"{told.step:,}" if told.step is not None else "-",
-        _accuracy(told.accuracy),
+        percent(told.accuracy, 1),
         str(offered.devices),
         rough_time(told.seconds) if told.seconds is not None else "-",
     ]
-
-
-def _accuracy(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
 
 
 def stop(
@@ -162,7 +155,6 @@ def logs(
     """
     from horizonml.runtime.local import RankLog
     from horizonml.telemetry.lifeline import living_ranks
-    from horizonml.text import plain_lines
 
     folder = find_run(run)
     paths = {int(path.stem.partition("-")[2]): path for path in folder.glob("rank-*.log")}

@@ -49,7 +49,11 @@ def token(
         print(f"a new token ({new.id}) is in {save_token(new)}; copy that file to the other devices, or pair them anew")
         return
     if secret is not None:
-        print(_MANIFEST.format(name=secret, token=make_token().text), end="")
+        import yaml
+
+        from horizonml.kube import render
+
+        print(yaml.safe_dump(render.secret(f"{secret}-token", make_token()), sort_keys=False), end="")
         return
     found, made = find_token(), False
     if found is None:
@@ -67,17 +71,6 @@ def token(
             print("It is for this device alone: pair others by `horizonml join CODE`.")
             return
         print(f"Copy it to the other devices, to the same place or to a file that ${TOKEN_FILE} names, with mode 600.")
-
-
-_MANIFEST = """\
-apiVersion: v1
-kind: Secret
-metadata:
-  name: {name}-token
-type: Opaque
-stringData:
-  token: {token}
-"""
 
 
 def devices(

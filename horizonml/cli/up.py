@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from horizonml.cli.options import Device, Fresh, JobFile, MeasureAgain, Overrides, load_job
+from horizonml.errors import HorizonError, JobError, SecurityError
 
 if TYPE_CHECKING:
     from horizonml.job.schema import Job
@@ -154,10 +156,7 @@ def up(
     token, and they need neither the job file nor a rank or an address. Training starts when you press Enter, or when
     --workers N devices are ready, and goes on when devices join or leave.
     """
-    from horizonml.errors import JobError
-    from horizonml.rendezvous.device_messages import (
-        RunOutcome,
-    )
+    from horizonml.rendezvous.device_messages import RunOutcome
     from horizonml.runtime.command import insecure as accepted
     from horizonml.runtime.lobby.up import Up, UpSettings
 
@@ -190,7 +189,6 @@ def _relay(text: str | None) -> tuple[str, int] | None:
 @contextmanager
 def _page(run: Up, job: Job, token: Token | None, port: int | None) -> Iterator[None]:
     """Serve a page about the run; whoever has the token may start and stop it there. Raises HorizonError."""
-    from horizonml.errors import HorizonError
     from horizonml.report.page.server import PageServer
 
     def serve(at: int) -> PageServer:
@@ -311,9 +309,7 @@ def join(
             peer = _pair(code, peer, way, stop)
             if peer is None:
                 return
-        token = None if insecure or accepted() else find_token()
-        if token is None and not (insecure or accepted()):
-            _refuse_without_token()
+        token = None if insecure or accepted() else find_token() or _refuse_without_token()
         courtesy = Courtesy(when_idle, max_temperature, on_mains, stop)
 
         def agrees(question: str) -> bool:
@@ -346,7 +342,6 @@ def join(
 @contextmanager
 def _at_relay(at: tuple[str, int] | None, token: Token | None) -> Iterator[Relay | None]:
     """Use a relay, if one is named. Raises HorizonError."""
-    from horizonml.errors import JobError
     from horizonml.rendezvous.relay import registered, room_of
 
     if at is None:
@@ -363,9 +358,6 @@ def _pair(code: str, peer: str | None, way: tuple[str, int] | None, stop: StopRe
 
     Raises HorizonError.
     """
-    import os
-
-    from horizonml.errors import SecurityError
     from horizonml.rendezvous.pairing import find_and_pair
     from horizonml.security.token import TOKEN, find_token, save_token, token_file
 
@@ -406,8 +398,6 @@ def _join_forever(
     pause: float = _AGAIN_SECONDS,
 ) -> None:
     """Take part in one run after the other until this process is stopped; what goes wrong may be right next time."""
-    from horizonml.errors import HorizonError
-
     said = ""
     while not stop.wanted:
         try:
@@ -432,9 +422,8 @@ def _print_unit(flags: Sequence[str], values: Mapping[str, object]) -> None:
     print(unit(options, source=str(token_file())), end="")
 
 
-def _refuse_without_token() -> None:
+def _refuse_without_token() -> NoReturn:
     """Raise SecurityError, which says how this device gets a token."""
-    from horizonml.errors import SecurityError
     from horizonml.security.token import TOKEN, token_file
 
     raise SecurityError(

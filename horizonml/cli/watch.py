@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import select
 import sys
-import threading
+import termios
 import time
+import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -104,14 +105,8 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     What this yields waits for them; see `_pressed`.
     """
     try:
-        import termios
-        import tty
-
         before = termios.tcgetattr(sys.stdin)
-    except (ImportError, OSError, ValueError):  # not Unix, or the input is no terminal
-        yield partial(_pressed, False)
-        return
-    except termios.error:
+    except (termios.error, OSError, ValueError):  # the input is no terminal
         yield partial(_pressed, False)
         return
     try:
@@ -182,7 +177,7 @@ def watch(
 
             webbrowser.open(url)
         while not stop.wanted:
-            threading.Event().wait(0.2)
+            time.sleep(0.2)
 
 
 def _token() -> Token | None:

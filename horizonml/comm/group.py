@@ -94,7 +94,7 @@ class Group:
         """
         self.hosts = list(hosts) if hosts is not None else [f"rank-{rank}" for rank in range(world_size)]
         self._hosts_known = hosts is not None
-        self.rank, self.world_size, self._timeout = rank, world_size, timeout
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout  # seconds that it waits for a message
         self.started_as = list(started_as if started_as is not None else range(world_size))
         self._store = store
         self._moves = moves or Moves()
@@ -148,7 +148,7 @@ class Group:
         hosts = self.hosts if self._hosts_known else None
         over = threading.Event()
         self._twins_over.append(over)
-        twin = Group(store, self.rank, self.world_size, self._timeout, hosts, over, self.links, None, self.started_as)
+        twin = Group(store, self.rank, self.world_size, self.timeout, hosts, over, self.links, None, self.started_as)
         if twin._world is not None:
             twin._world._set_default_timeout(timedelta(seconds=timeout))
         self._twins.append(twin)
@@ -170,11 +170,6 @@ class Group:
     def moved_on(self) -> None:
         """Count a call for work that does without the others for a while."""
         self._moves.count += 1
-
-    @property
-    def timeout(self) -> float:
-        """Return the seconds that the group waits for a message."""
-        return self._timeout
 
     @property
     def is_over(self) -> bool:
@@ -269,11 +264,10 @@ class Group:
         own = _framed(value)
         heads = [torch.zeros(_HEAD, dtype=torch.uint8) for _ in range(self.world_size)]
         self._gather(heads, _padded(own[:_HEAD], _HEAD))
-        sizes = [_announced(head) for head in heads]
-        for rank, size in enumerate(sizes):  # before memory is taken for them
-            most = max(_LEAST_JSON, MOST_JSON // self.world_size)  # each rank's takes as much memory as the longest one
-            if not 0 <= size <= most:
-                raise PeerLost(f"{self.name(rank)} announced a message of {size} bytes; at most {most} are allowed")
+        most = max(_LEAST_JSON, MOST_JSON // self.world_size)  # each rank's takes as much memory as the longest one
+        sizes = [
+            self._announced(rank, head, most) for rank, head in enumerate(heads)
+        ]  # before memory is taken for them
         rest = _SIZE + max(sizes) - _HEAD
         texts = heads
         if rest > 0:
@@ -284,6 +278,13 @@ class Group:
         return [
             self._read(rank, self._parse(rank, content[_SIZE : _SIZE + size]), read) for rank, (content, size) in parts
         ]
+
+    def _announced(self, rank: int, head: Tensor, most: int) -> int:
+        """Return the length of a rank's value, of which these are the first bytes. Raises PeerLost if it cannot be."""
+        size = int.from_bytes(head[:_SIZE].numpy().tobytes(), "little", signed=True)
+        if not 0 <= size <= most:
+            raise PeerLost(f"{self.name(rank)} announced a message of {size} bytes; at most {most} are allowed")
+        return size
 
     def exchange(self, own: T) -> list[T]:
         """Return every rank's dataclass of a kind, in the order of ranks, on every rank; see `gather_json`."""
@@ -314,9 +315,7 @@ class Group:
         content = _framed(value) if self.rank == source else torch.zeros(_HEAD, dtype=torch.uint8)
         head = _padded(content[:_HEAD], _HEAD)
         self._broadcast(head, source)
-        size = _announced(head)
-        if not 0 <= size <= MOST_JSON:
-            raise PeerLost(f"{self.name(source)} announced a message of {size} bytes; at most {MOST_JSON} are allowed")
+        size = self._announced(source, head, MOST_JSON)
         rest = _SIZE + size - _HEAD
         if rest > 0:
             tail = content[_HEAD:] if self.rank == source else torch.zeros(rest, dtype=torch.uint8)
@@ -398,11 +397,6 @@ def _framed(value: Any) -> Tensor:
 def _padded(part: Tensor, size: int) -> Tensor:
     """Return some bytes, with zeros behind them up to this size."""
     return torch.cat([part, torch.zeros(size - len(part), dtype=torch.uint8)])
-
-
-def _announced(head: Tensor) -> int:
-    """Return the length of a value, of which these are the first bytes; it may be negative if a rank lies."""
-    return int.from_bytes(head[:_SIZE].numpy().tobytes(), "little", signed=True)
 
 
 def _drop(groups: list[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -214,16 +214,10 @@ def _numbers(name: str, column: Any, problems: Problems, place: str) -> Tensor:
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_null(kind)):
         raise DataError(f"data.path: {place}: the column {name!r} holds {kind}; numbers and text can be used")
     if column.null_count:
-        for row in _missing(column):
+        missing = torch.from_numpy(column.is_null(nan_is_null=True).to_numpy(zero_copy_only=False))
+        for row in missing.nonzero().flatten().tolist():
             problems.setdefault(row, f"no value in the column {name!r}")
     values = torch.from_numpy(column.cast("float64", safe=False).to_numpy(zero_copy_only=False).copy())
     for row in (~torch.isfinite(values)).nonzero().flatten().tolist():
         problems.setdefault(row, f"no finite number in the column {name!r}")
     return values
-
-
-def _missing(column: Any) -> Sequence[int]:
-    """Return the rows in which a column has no value."""
-    missing = torch.from_numpy(column.is_null(nan_is_null=True).to_numpy(zero_copy_only=False))
-    rows: list[int] = missing.nonzero().flatten().tolist()
-    return rows

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -38,10 +39,7 @@ class TensorSpec:
     @property
     def values_per_sample(self) -> int:
         """Return how many values one sample has."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     @property
     def bytes_per_sample(self) -> int:
@@ -82,15 +80,20 @@ Inputs = Tensor | tuple[Tensor, ...]
 """What a model takes: a tensor of any dtype, or several in the order of the task's `InputSpec`."""
 
 
-def detached(tree: Tree) -> Tree:
-    """Return the same tree of tensors without their history."""
+def mapped(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
+    """Return a tree with `function` of each of its tensors."""
     if isinstance(tree, Tensor):
-        return tree.detach()
+        return function(tree)
     if isinstance(tree, Mapping):
-        return {key: detached(value) for key, value in tree.items()}
+        return {key: mapped(value, function) for key, value in tree.items()}
     if tree is None:  # what a model leaves out of its result
         return tree
-    return [detached(value) for value in tree]
+    return [mapped(value, function) for value in tree]
+
+
+def detached(tree: Tree) -> Tree:
+    """Return the same tree of tensors without their history."""
+    return mapped(tree, lambda tensor: tensor.detach())
 
 
 class Batch(Protocol):

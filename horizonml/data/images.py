@@ -148,26 +148,18 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targe
     if inputs or targets:
         train, test = _read(spec, info, cache)
     else:
-        train = test = _Part(ArraySource(None, None), torch.empty(0, dtype=torch.int64))
-    for part in (train, test):
-        if isinstance(part.source, ArraySource):
-            part.source.keep(inputs, targets)
-    splits = [ImageSplit(part.source, part.members, info, spec) for part in (train, test)]
-    whole = None
-    if train.source is test.source:
-        whole = ImageSplit(train.source, in_order(train.members, test.members), info, spec)
-    if not isinstance(train.source, FolderSource) or not isinstance(test.source, FolderSource):
-        return Data(info, splits[0], splits[1], whole=whole)
-    identity = train.source.identity + test.source.identity if spec.corrupt == "skip" else None
+        train = test = (ArraySource(None, None), torch.empty(0, dtype=torch.int64))
+    for source, _ in (train, test):
+        if isinstance(source, ArraySource):
+            source.keep(inputs, targets)
+    splits = [ImageSplit(source, members, info, spec) for source, members in (train, test)]
+    whole = ImageSplit(train[0], in_order(train[1], test[1]), info, spec) if train[0] is test[0] else None
+    folders = [source for source, _ in (train, test) if isinstance(source, FolderSource)]
+    identity = "".join(one.identity for one in folders) if folders and spec.corrupt == "skip" else None
     return Data(info, splits[0], splits[1], identity=identity, whole=whole)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Holds the samples of a source that belong to a split."""
-
-    source: ImageSource
-    members: Tensor
+_Part = tuple[ImageSource, Tensor]  # a source, and the indices of those of its samples that belong to a split
 
 
 def _read(spec: DataSpec, info: DataInfo, cache: Path) -> tuple[_Part, _Part]:
@@ -175,7 +167,7 @@ def _read(spec: DataSpec, info: DataInfo, cache: Path) -> tuple[_Part, _Part]:
     own_test: ImageSource | None
     if spec.name == "synthetic":
         train, test = _synthetic(info, "train"), _synthetic(info, "held out")
-        return _Part(train, torch.arange(info.train)), _Part(test, torch.arange(info.held_out))
+        return (train, torch.arange(info.train)), (test, torch.arange(info.held_out))
     source: ImageSource
     if spec.name == "digits":
         source, own_test = _digits(), None
@@ -189,9 +181,9 @@ def _read(spec: DataSpec, info: DataInfo, cache: Path) -> tuple[_Part, _Part]:
         source = load_torchvision(spec.name, folder, train=True, download=spec.download)
         own_test = load_torchvision(spec.name, folder, train=False, download=spec.download)
     if own_test is not None:
-        return _Part(source, subset(len(source), info.train)), _Part(own_test, torch.arange(info.held_out))
+        return (source, subset(len(source), info.train)), (own_test, torch.arange(info.held_out))
     kept, held_out = hold_out(len(source), info.train, info.held_out)
-    return _Part(source, kept), _Part(source, held_out)
+    return (source, kept), (source, held_out)
 
 
 def _digits() -> ArraySource:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from torch import Tensor
-
 from horizonml.data.dataset import (
     Batch,
     DataBatch,
@@ -26,7 +24,7 @@ from horizonml.data.dataset import (
     sample_bytes,
 )
 from horizonml.data.own import OwnSplit
-from horizonml.data.samples import join, rows_of
+from horizonml.data.samples import join, join_inputs, rows_of
 from horizonml.data.workers import PendingRows, Workers
 
 
@@ -83,12 +81,7 @@ class LoadedBatch:
     def inputs(self, start: int, stop: int) -> Inputs:
         """Return the inputs of rows `start` to `stop - 1`. Raises what reading them raised."""
         found = self._collect(start, stop, True)
-        if found is None:
-            return self.source.inputs(start, stop)
-        joined = join(found)
-        if isinstance(joined, Tensor):
-            return joined
-        return tuple(part for part in joined if isinstance(part, Tensor))
+        return self.source.inputs(start, stop) if found is None else join_inputs(found)
 
     def targets(self, start: int, stop: int) -> Tree:
         """Return the targets of rows `start` to `stop - 1`. Raises what reading them raised."""

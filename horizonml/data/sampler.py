@@ -106,13 +106,13 @@ def hold_out(samples: int, train: int, held_out: int) -> tuple[Tensor, Tensor]:
     return order[held_out:][:train], order[:held_out]
 
 
-def subset(samples: int, wanted: int) -> Tensor:
+def subset(samples: int, wanted: int, seed: int = SPLIT_SEED) -> Tensor:
     """Return the indices of the samples to train on, of a training part."""
-    return torch.arange(samples) if wanted == samples else _permutation(samples)[:wanted]
+    return torch.arange(samples) if wanted == samples else _permutation(samples, seed)[:wanted]
 
 
-def _permutation(samples: int) -> Tensor:
-    return torch.randperm(samples, generator=torch.Generator().manual_seed(name_seed(SPLIT_SEED, samples)))
+def _permutation(samples: int, seed: int = SPLIT_SEED) -> Tensor:
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(name_seed(seed, samples)))
 
 
 class Sampler:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horizonml.data.dataset import DTYPES, Batch, BatchOfWorkers, Inputs, TensorSpec, Tree
+from horizonml.data.dataset import DTYPES, Batch, BatchOfWorkers, Inputs, TensorSpec, Tree, mapped
 from horizonml.data.sampler import python_seeded, python_state
 from horizonml.errors import DataError
 
@@ -125,11 +125,7 @@ def stack(trees: Sequence[Tree], place: str) -> Tree:
 
 def rows_of(tree: Tree, start: int, stop: int) -> Tree:
     """Return the rows `start` to `stop - 1` of each tensor of a tree."""
-    if isinstance(tree, Tensor):
-        return tree[start:stop]
-    if isinstance(tree, Mapping):
-        return {key: rows_of(part, start, stop) for key, part in tree.items()}
-    return [rows_of(part, start, stop) for part in tree]
+    return mapped(tree, lambda tensor: tensor[start:stop])
 
 
 def join(trees: Sequence[Tree]) -> Tree:
@@ -142,6 +138,12 @@ def join(trees: Sequence[Tree]) -> Tree:
     if isinstance(first, Mapping):
         return {key: join([tree[key] for tree in trees]) for key in first}  # type: ignore[call-overload,index]
     return [join([tree[number] for tree in trees]) for number in range(len(first))]  # type: ignore[index]
+
+
+def join_inputs(trees: Sequence[Tree]) -> Inputs:
+    """Return the rows of several inputs, one after another."""
+    joined = join(trees)
+    return joined if isinstance(joined, Tensor) else tuple(part for part in joined if isinstance(part, Tensor))
 
 
 def as_inputs(tensors: Sequence[Tensor]) -> Inputs:
@@ -194,11 +196,7 @@ class JoinedBatch:
 
     def inputs(self, start: int, stop: int) -> Inputs:
         """Return the inputs of rows `start` to `stop - 1`."""
-        found = [part.batch.inputs(part.start, part.stop) for part in self._between(start, stop)._parts]
-        joined = join([list(tree) if isinstance(tree, tuple) else tree for tree in found])
-        if isinstance(joined, Tensor):
-            return joined
-        return tuple(part for part in joined if isinstance(part, Tensor))
+        return join_inputs([part.batch.inputs(part.start, part.stop) for part in self._between(start, stop)._parts])
 
     def targets(self, start: int, stop: int) -> Tree:
         """Return the targets of rows `start` to `stop - 1`."""

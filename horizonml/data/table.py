@@ -52,7 +52,9 @@ class _Content:
         """Return how content becomes numbers, with a scale that is learned from the complete rows among these."""
         complete = [row for row in rows.tolist() if row not in self.input_problems and row not in self.target_problems]
         if scaled and not complete:
-            raise DataError(f"data.path: no row to train on is complete; {_first(self)}")
+            problems = self.input_problems or self.target_problems
+            row = min(problems)
+            raise DataError(f"data.path: no row to train on is complete; row {row + 1} has {problems[row]}")
         used, columns = torch.tensor(complete, dtype=torch.int64), []
         for how, values in zip(self.input_columns, self.inputs, strict=True):
             if how.words is None and scaled:
@@ -64,12 +66,6 @@ class _Content:
             for how, values in zip(self.target_columns, self.targets[used].T, strict=True):
                 check_precision(how.name, values, "targets", "subtract a number from the column, or learn differences")
         return {"inputs": columns, "targets": [how.to_json() for how in self.target_columns]}
-
-
-def _first(content: _Content) -> str:
-    problems = content.input_problems or content.target_problems
-    row = min(problems)
-    return f"row {row + 1} has {problems[row]}"
 
 
 _kept: dict[str, _Content] = {}  # what was read to be described, until it is loaded

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from horizonml.data.dataset import Data, DataInfo, Split, TensorSpec
-from horizonml.data.sampler import name_seed
+from horizonml.data.sampler import subset
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError, is_out_of_memory
 from horizonml.machine.code import require
@@ -76,10 +76,7 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool, targets: boo
     splits = []
     for (part, stride), samples in zip(_strides(tokens, spec), (info.train, info.held_out), strict=True):
         available = _starts(part, spec.length, stride)
-        members = torch.arange(available)
-        if samples < available:
-            generator = torch.Generator().manual_seed(name_seed(_SUBSET_SEED, available))
-            members = torch.randperm(available, generator=generator)[:samples]
+        members = subset(available, samples, _SUBSET_SEED)
         splits.append(TextSplit(part.clone(), members * stride, spec.length))
     return Data(info, splits[0], splits[1])
 
@@ -174,20 +171,6 @@ def _bytes(spec: DataSpec) -> bytes:
 _SHOWN = 5  # unknown characters that an error names
 
 
-class Tokens(Protocol):
-    """Numbers the tokens of a text."""
-
-    @property
-    def size(self) -> int:
-        """Return the number of tokens in the vocabulary."""
-
-    def encode(self, text: str) -> Tensor:
-        """Return the numbers of a text's tokens, one after the other. Raises DataError for what has no number."""
-
-    def decode(self, numbers: Iterable[int]) -> str:
-        """Return the text that consists of these tokens."""
-
-
 class Bytes:
     """Takes the bytes of a text in UTF-8 as tokens."""
 
@@ -273,6 +256,9 @@ class FromFile:
     def decode(self, numbers: Iterable[int]) -> str:
         """Return the text, as far as the tokenizer can tell how its tokens were separated."""
         return str(self._tokenizer.decode(list(numbers)))
+
+
+Tokens = Bytes | Characters | FromFile
 
 
 def tokens_for(kind: str, characters: str) -> Tokens:

@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,18 +49,6 @@ class PendingRows:
         if self._found is None:
             self._found = self._read()
         return self._found
-
-
-class Workers(Protocol):
-    """Reads rows of batches; `count` is 0 if that happens only when they are asked for."""
-
-    count: int
-
-    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> PendingRows:
-        """Begin to read the wanted parts of rows `start` to `stop - 1`."""
-
-    def close(self) -> None:
-        """End all workers, and wait until they have ended."""
 
 
 def workers_for(spec: DataSpec, data: Data, cache: Path, inputs: bool, targets: bool) -> Workers:
@@ -224,6 +212,10 @@ class Processes(_Executor):
 _opened: Data | HorizonError | None = None  # the data set of a process that loads samples, or why it has none
 _load: Callable[[bool, bool], Data]  # loads the wanted parts, inputs or targets, of that data set
 _parts = (False, False)  # which of them it has
+
+
+Workers = Inline | Threads | Processes
+"""What reads rows of batches; `count` is 0 if that happens only when they are asked for."""
 
 
 def _open(

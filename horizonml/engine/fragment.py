@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +35,6 @@ from horizonml.state.optim import AVERAGE, MOMENTUM, decay_of, follow
 from horizonml.state.train_state import TrainState
 
 _MOST_FRAGMENTS = 1 << 12  # of a stage, for the tags of messages
-
-
-class Sum(Protocol):
-    """Sums vectors of one length over the members of a stage, one at a time; all members hold the same bits then."""
-
-    bytes_sent: int
-    """The bytes that this member sends of each vector; it receives about as many."""
-
-    def begin(self, vector: Tensor) -> Work:
-        """Begin to sum a vector in place; it must not change until the work is done."""
 
 
 def sum_for(format: str, group: Group, stage: Stage, number: int, fragment: int, values: int, size: int) -> Sum:
@@ -68,10 +57,11 @@ class WholeSum:
     def __init__(self, group: Group, stage: Stage, number: int, size: int) -> None:
         self._group, self._ranks, self._number = group, stage.ranks, number
         group.among(stage.ranks, number)  # which connects members now, for one may be late with its first sum
+        # Of each vector; this member receives about as many.
         self.bytes_sent = 2 * (len(stage.ranks) - 1) * size // len(stage.ranks)
 
     def begin(self, vector: Tensor) -> Work:
-        """See `Sum`."""
+        """Begin to sum a vector in place; it must not change until the work is done."""
         return self._group.all_reduce(vector, self._ranks, self._number)
 
 
@@ -89,7 +79,7 @@ class SparseSum:
 
     @torch.no_grad()
     def begin(self, vector: Tensor) -> Work:
-        """See `Sum`."""
+        """See `WholeSum`."""
         own = encode(vector)
         self.sent = decode(own, self._values)
         every = [torch.empty_like(own) for _ in self._ranks]
@@ -104,6 +94,8 @@ class SparseSum:
 
         return Deferred(take)
 
+
+Sum = WholeSum | SparseSum | CodedSum
 
 MIXING = 0.5  # the part of a member's own parameters that it keeps when an update arrives late
 

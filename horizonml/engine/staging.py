@@ -20,13 +20,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from horizonml.comm.work import Work
-from horizonml.data.dataset import Tree
+from horizonml.data.dataset import Tree, mapped
 from horizonml.engine.clock import DeviceWatch
 from horizonml.models.boundary import Values
 
@@ -138,11 +138,11 @@ class Copying(Staging):
 
     def tree_to_device(self, tree: Tree) -> Tree:
         """See `Staging`."""
-        return _each(tree, self._bring)
+        return mapped(tree, self._bring)
 
     def tree_to_host(self, tree: Tree) -> Tree:
         """See `Staging`."""
-        return _each(tree, self._fetch)
+        return mapped(tree, self._fetch)
 
 
 class _Sum:
@@ -165,82 +165,46 @@ class _Sum:
         self._under_way = None
 
 
-class HostCopy(Protocol):
-    """Stands for a copy to the host that is under way."""
-
-    host: Tensor
-
-    def done(self) -> bool:
-        """Return whether the copy is complete."""
-
-    def wait(self) -> None:
-        """Block until it is."""
-
-
 class Overlapping(Copying, ABC):
     """Copies to the host while the device computes."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._queue: deque[tuple[HostCopy, Callable[[Tensor], None]]] = deque()
+        self._queue: deque[tuple[Tensor, Any, Callable[[Tensor], None]]] = deque()
 
     @abstractmethod
-    def _begin_copy(self, tensor: Tensor) -> HostCopy:
-        """Begin to copy a tensor of the device to the host."""
+    def _begin_copy(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Begin to copy a tensor of the device; return that of the host, and an event like `torch.cuda.Event`."""
 
     def send(self, tensor: Tensor, begin: Callable[[Tensor], None]) -> None:
         """See `Staging`."""
-        self._queue.append((self._begin_copy(tensor), begin))
-        while self._queue and self._queue[0][0].done():
+        self._queue.append((*self._begin_copy(tensor), begin))
+        while self._queue and self._queue[0][1].query():
             self._begin_first()
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """See `Staging`."""
-        copy = self._begin_copy(tensor)
-        copy.wait()
-        return copy.host
+        host, event = self._begin_copy(tensor)
+        event.synchronize()
+        return host
 
     def drain(self) -> None:
         """See `Staging`."""
         while self._queue:
-            self._queue[0][0].wait()
+            self._queue[0][1].synchronize()
             self._begin_first()
 
     def _begin_first(self) -> None:
-        copy, begin = self._queue.popleft()
-        begin(copy.host)
+        host, _, begin = self._queue.popleft()
+        begin(host)
 
     def clear(self) -> None:
         """See `Staging`."""
         self._queue.clear()
 
 
-def _each(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
-    """Return a tree with `function` of each of its tensors."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return {name: _each(part, function) for name, part in tree.items()}
-    if tree is None:  # what a model leaves out of its result
-        return tree
-    return [_each(part, function) for part in tree]
-
-
 _log = logging.getLogger(__name__)
 _SECONDS = 10.0  # for which the device's clock and that of the process are taken to run equally fast
-
-
-class _Copy:
-    """Implements `HostCopy`."""
-
-    def __init__(self, host: Tensor, source: Tensor, event: Any) -> None:
-        self.host, self._source, self._event = host, source, event
-
-    def done(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        self._event.synchronize()
 
 
 class CudaStaging(Overlapping):
@@ -276,7 +240,7 @@ class CudaStaging(Overlapping):
         found.record_stream(current)
         return found
 
-    def _begin_copy(self, tensor: Tensor) -> _Copy:
+    def _begin_copy(self, tensor: Tensor) -> tuple[Tensor, Any]:
         source = tensor.detach()
         host = torch.empty_like(source, device="cpu", memory_format=torch.contiguous_format, pin_memory=self._pins)
         self._out.wait_stream(torch.cuda.current_stream(self.device))
@@ -284,7 +248,7 @@ class CudaStaging(Overlapping):
             host.copy_(source, non_blocking=True)
             event = self._out.record_event()
         source.record_stream(self._out)
-        return _Copy(host, source, event)
+        return host, event
 
     def _put(self, host: Tensor, into: Tensor) -> None:
         self._in.wait_stream(torch.cuda.current_stream(self.device))  # which may still read what is overwritten

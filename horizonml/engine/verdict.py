@@ -397,16 +397,4 @@ class TotalsSum:
         loss = loss / units if units else 0.0
         means = {name: value / units if units else 0.0 for name, value in zip(self._task.metrics, sums, strict=True)}
         metrics, unit = self._task.report(loss, means), self._task.unit
-        return Totals(
-            loss,
-            metrics,
-            int(total),
-            stops,
-            comers,
-            behind,
-            hurry,
-            finite=not broken,
-            look=look,
-            units=int(units),
-            unit=unit,
-        )
+        return Totals(loss, metrics, int(total), stops, comers, behind, hurry, look, not broken, int(units), unit)

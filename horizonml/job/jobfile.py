@@ -317,8 +317,6 @@ def _is_used(job: Job, name: str) -> bool:
 def _has_form(kind: FieldKind, value: Any) -> bool:
     """Return whether a value has the form that is allowed for fields of this kind."""
     match kind:
-        case FieldKind.VALUE:
-            return True  # the schema has checked it
         case FieldKind.TEXT:
             texts = value if isinstance(value, list) else [value]
             return len(texts) <= _MOST_TEXTS and all(len(one) <= _MOST_TEXT and one.isprintable() for one in texts)
@@ -328,7 +326,7 @@ def _has_form(kind: FieldKind, value: Any) -> bool:
             if not value.isprintable() or len(value) > _MOST_PATH:
                 return False
             return not value.startswith("hub:") or _HUB.fullmatch(value) is not None
-    return True
+    return True  # the schema has checked it
 
 
 def code_fields(job: Job) -> list[str]:

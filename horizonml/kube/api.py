@@ -23,16 +23,7 @@ from horizonml.errors import ClusterError
 from horizonml.job.jobfile import parse as parse_job
 from horizonml.job.schema import Job
 from horizonml.kube.pods import PodReader, checked, message
-from horizonml.kube.render import (
-    CLASS,
-    INSTANCE,
-    SETTINGS,
-    Document,
-    ManifestSettings,
-    job_name,
-    lose_disks,
-    select,
-)
+from horizonml.kube.render import CLASS, INSTANCE, SETTINGS, Document, ManifestSettings, job_name, lose_disks, select
 from horizonml.kube.status import (
     Object,
     PodCondition,

@@ -352,9 +352,9 @@ def _set_class(document: Document, one: WorkerClass, settings: ManifestSettings)
     env["HORIZONML_KUBE_OBJECT"]["value"] = f"apps/v1/statefulsets/job-{settings.classes[0].name}"
     if one.cpu == NODE:  # no limit, and the number of threads is the node's; two such workers would share it
         del limits["cpu"]
-        apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {NAME: "horizonml"}}}
+        own = dict(spec["template"]["metadata"]["labels"])
+        apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": own}}
         pod["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
-        apart["labelSelector"]["matchLabels"] = dict(spec["template"]["metadata"]["labels"])  # type: ignore[index]
     elif one.cpu:
         limits["cpu"] = asked["cpu"] = one.cpu
     if one.memory:
@@ -391,8 +391,7 @@ def as_job(workers: Document, settings: ManifestSettings) -> list[Document]:
     claims: list[Document] = []
     if settings.disk:
         (claim,) = spec["volumeClaimTemplates"]
-        claims = [{**_object("PersistentVolumeClaim", {"name": "disk", "labels": {NAME: "horizonml"}}), **claim}]
-        claims[0]["metadata"] = {"name": "disk", "labels": {NAME: "horizonml"}}
+        claims = [{**claim, "metadata": {"name": "disk", "labels": {NAME: "horizonml"}}}]
         claims[0]["spec"]["accessModes"] = ["ReadWriteMany"]
         data = {"persistentVolumeClaim": {"claimName": "disk"}}
     pod.update(restartPolicy="Never", subdomain=spec["serviceName"])

@@ -223,9 +223,6 @@ def _split(before: Samples, after: Samples) -> list[float | None]:
     return [None, None, None]
 
 
-_UNITS = (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10))
-
-
 class PodState(StrEnum):
     """How far a pod has come, as a word for people."""
 
@@ -455,7 +452,7 @@ def amount(value: float, resource: str) -> str:
     """Return an amount as people write it in manifests."""
     if resource == "cpu":
         return f"{value:.1f}".rstrip("0").rstrip(".")
-    for unit, size in _UNITS:
+    for unit, size in (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10)):
         if abs(value) >= size:
             return f"{value / size:.1f}".removesuffix(".0") + unit
     return f"{value:.0f}"

@@ -39,11 +39,9 @@ EMULATED_CORES = "HORIZONML_EMULATED_CORES"  # of the device that a rank stands 
 def available_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the cores that this process may use: its CPU affinity, limited by its quota (cgroup v2 or v1)."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    quota, period = _words(root / "cpu.max", 2) or (None, None)
-    if quota is None:
-        quota = (_words(root / "cpu/cpu.cfs_quota_us", 1) or (None,))[0]
-        period = (_words(root / "cpu/cpu.cfs_period_us", 1) or (None,))[0]
-    if quota is not None and period is not None and quota.isdigit() and int(period) > 0:
+    limit = text(root / "cpu.max") or " ".join(text(root / f"cpu/cpu.cfs_{kind}_us") for kind in ("quota", "period"))
+    quota, _, period = limit.partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period) > 0:
         cores = min(cores, int(quota) / int(period))
     return min(cores, float(os.environ.get(EMULATED_CORES) or cores))
 
@@ -68,7 +66,7 @@ def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the bytes that this process may use: the container's limit (cgroup v2 or v1), or the machine's memory."""
     total = float(psutil.virtual_memory().total)
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        limit = (_words(root / name, 1) or ("max",))[0]
+        limit = text(root / name)
         if limit.isdigit():
             return min(total, float(limit))
     return total
@@ -77,9 +75,9 @@ def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
 def memory_used(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Return the bytes that count against the container's limit, including its file cache; None without a cgroup."""
     for name in ("memory.current", "memory/memory.usage_in_bytes"):
-        used = _words(root / name, 1)
-        if used is not None:
-            return float(used[0])
+        used = text(root / name)
+        if used:
+            return float(used)
     return None
 
 
@@ -233,11 +231,6 @@ def text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def _words(path: Path, count: int) -> tuple[str, ...] | None:
-    words = text(path).split()
-    return tuple(words[:count]) if len(words) >= count else None
 
 
 def _named(path: Path, name: str) -> str | None:

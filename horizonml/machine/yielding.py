@@ -69,7 +69,9 @@ class Policy:
 
         `now` is a time in seconds that never goes back, such as `time.monotonic()`. Call it every few seconds.
         """
-        reasons = [self._mains(readings, now), self._heat(readings, now), *self._owner(readings, now)]
+        reasons = [self._mains(readings, now), self._heat(readings, now)]
+        if self.when_idle:
+            reasons += [self._used(readings), self._busy(readings, now)]
         reason = next((reason for reason in reasons if reason is not None), None)
         self._allowed = reason is None
         return reason
@@ -101,11 +103,6 @@ class Policy:
             return f"this device cools down: {degrees:.0f} °C, and it has to stay below {limit - COOL_DEGREES:.0f} °C"
         self._since.pop("hot", None)
         return None
-
-    def _owner(self, readings: DeviceReadings, now: float) -> list[str | None]:
-        if not self.when_idle:
-            return []
-        return [self._used(readings), self._busy(readings, now)]
 
     def _used(self, readings: DeviceReadings) -> str | None:
         idle = readings.idle_seconds
@@ -222,7 +219,7 @@ class DeviceUsage:
         """Return for how many seconds no terminal and no desktop has been used."""
         now = time.monotonic()
         if now - self._asked >= _REST_SECONDS:
-            self._asked, self._desktops = now, desktops_idle(_sessions(), _monotonic())
+            self._asked, self._desktops = now, desktops_idle(_sessions(), now)
         return min(now - self._began, *terminals_idle(self._dev, time.time()), *self._desktops, math.inf)
 
     def others_load(self) -> float | None:
@@ -290,11 +287,6 @@ def _loginctl(*arguments: str) -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return done.stdout.splitlines() if done.returncode == 0 else []
-
-
-def _monotonic() -> float:
-    """Return the time by the clock of logind."""
-    return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 _HOMES = ("home", "root")  # folders at the top that ProtectHome= of systemd hides

@@ -30,11 +30,6 @@ class Boundary:
 
     tensors: tuple[TensorSpec, ...]
 
-    @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Boundary:
-        """Return the boundary that a single tensor crosses."""
-        return cls((TensorSpec(tuple(shape), dtype),))
-
     @property
     def bytes_per_sample(self) -> int:
         """Return the size of all tensors of one sample in bytes."""
@@ -213,3 +208,8 @@ def flat(result: Any) -> tuple[Any, ...]:
     if isinstance(result, tuple | list):
         return tuple(leaf for part in result for leaf in flat(part))
     return (result,)
+
+
+def tensors_of(result: Any) -> Values:
+    """Return the tensors in what a model, or an operation of it, returns."""
+    return tuple(value for value in flat(result) if isinstance(value, Tensor))

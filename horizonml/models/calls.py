@@ -11,30 +11,21 @@ Copies the tree of a model's modules without its tensors, so that parts of it ca
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from horizonml.data.dataset import TensorSpec
 from horizonml.errors import ModelError
 from horizonml.models.boundary import arguments, flat, per_sample, run_on_zeros
 from horizonml.models.tracing import Attributes, nothing_made, tried_out
+from horizonml.models.weights import Watching
 
 _M = TypeVar("_M", bound=nn.Module)
-
-
-class Forward(ABC):
-    """Takes the place of a module's `forward`; unlike a function, it is copied together with the module."""
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns."""
 
 
 class _Listing:
@@ -65,13 +56,14 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 class Skeleton:
     """Copies a model's modules: the same classes and attributes, without the tensors that are not kept.
 
-    `root` is the copy. In it, units (modules that are named in `forwards`) have these forwards. `placeholders` are
-    zeros, by the names of the tensors that they replace: parameters and persistent buffers. Code that looks at a shape
-    or a dtype still finds it. `constants` are the buffers outside of units that no checkpoint has; every copy has them,
-    but not among its buffers.
+    `root` is the copy. In it, units (modules that are named in `forwards`) have these forwards, which are objects
+    and not functions, so that they are copied together with the module. `placeholders` are zeros, by the names of
+    the tensors that they replace: parameters and persistent buffers. Code that looks at a shape or a dtype still
+    finds it. `constants` are the buffers outside of units that no checkpoint has; every copy has them, but not
+    among its buffers.
     """
 
-    def __init__(self, model: nn.Module, forwards: Mapping[str, Forward], kept: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, forwards: Mapping[str, Callable[..., Any]], kept: Collection[str]) -> None:
         """Copy the tree; units named in `kept` keep their tensors, and so do modules for tensors named there."""
         self._forwards, self._kept = forwards, frozenset(kept)
         self._copies: dict[int, nn.Module] = {}
@@ -202,7 +194,7 @@ class Calls:
     unused: list[str] = field(default_factory=list)  # units that are never called
 
 
-class _Tracker(TorchDispatchMode):
+class _Tracker(Watching):
     """Notes what the storages of tensors have been computed from."""
 
     def __init__(self) -> None:
@@ -212,11 +204,6 @@ class _Tracker(TorchDispatchMode):
         self.control: frozenset[Source] = frozenset()  # what has been read back, and may have decided on the way taken
         self.paused = False
         self._drawn = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, and torch need not import its compiler (70 MB) to switch it off."""
-        return False
 
     def note(self, tensor: Tensor, sources: frozenset[Source]) -> None:
         """Note what a tensor has been made of."""
@@ -247,7 +234,7 @@ class _Tracker(TorchDispatchMode):
         return result
 
 
-class _Recorder(Forward):
+class _Recorder:
     """Runs a unit with zeros for weights, and notes its call."""
 
     def __init__(self, run: _Run, name: str, unit: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from horizonml.data.dataset import TensorSpec
 from horizonml.errors import ModelError, is_out_of_memory
-from horizonml.models.boundary import per_sample, refused, run_on_zeros, seen
+from horizonml.models.boundary import per_sample, refused, run_on_zeros, seen, tensors_of
 from horizonml.models.tracing import changed_by, tried_out
 from horizonml.tasks.task import InputSpec
 
@@ -100,28 +100,19 @@ def _run(model: nn.Module, graph: fx.Graph, inputs: Sequence[fx.Node], input: In
         places = _storages(value)
         shared = [run.memory[one] for one in node.all_input_nodes if places & _storages(values[one])]
         run.memory[node] = frozenset((number,)).union(*shared)
-        run.found[node] = seen(value) if isinstance(value, Tensor) else _OPAQUE if _tensors(value) else value
+        run.found[node] = seen(value) if isinstance(value, Tensor) else _OPAQUE if tensors_of(value) else value
         for source in [*node.all_input_nodes, node]:
             if last_use.get(source, source) is node:
                 values.pop(source, None)
     return run
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors that an operation returned: one, or a sequence or mapping of them."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return [value] if isinstance(value, Tensor) else []
-
-
 def _versions(value: Any) -> list[int]:
-    return [tensor._version for tensor in _tensors(value)]
+    return [tensor._version for tensor in tensors_of(value)]
 
 
 def _storages(value: Any) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in _tensors(value)}
+    return {tensor.untyped_storage()._cdata for tensor in tensors_of(value)}
 
 
 def _result(model: nn.Module, node: fx.Node, values: dict[fx.Node, Any]) -> Any:

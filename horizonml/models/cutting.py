@@ -72,8 +72,8 @@ class Chain(Layers):
         """Return the operations of a layer."""
         return self._graph.nodes[slice(*self._span(index, index + 1))]
 
-    def slice(self, start: int, stop: int, of: nn.Module | None = None) -> fx.GraphModule:
-        """Return layers, as `Layers.slice` says, with the submodules of `of`, a larger slice that is in memory."""
+    def slice(self, start: int, stop: int) -> fx.GraphModule:
+        """Return layers, as `Layers.slice` says."""
         first, last = self._span(start, stop)
         source, graph = self._graph, fx.Graph()
         entering = source.alive(first)
@@ -111,9 +111,8 @@ class Chain(Layers):
             leaving = tuple(copies[node] for node in source.alive(last))
             result = leaving[0] if len(leaving) == 1 else leaving
         graph.output(result)
-        root = self._model if of is None else of
-        module = fx.GraphModule(root, graph)
-        copy_persistence(root, module)
+        module = fx.GraphModule(self._model, graph)
+        copy_persistence(self._model, module)
         return module
 
     def _other_names(self, nodes: Iterable[fx.Node]) -> list[str]:

@@ -44,7 +44,7 @@ def transformers_model(name: str, outputs: int, input: InputSpec) -> Constructor
         raise ModelError(f"model.name: transformers has no model {name!r}{nearest(name, known)}")
     defaults: dict[str, object] = {"use_cache": False} if _has(config, "use_cache") else {}
     length = sequence_length(input)
-    if _predicts_words(name):
+    if name.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM")):  # it predicts words
         # The tokens are the data's own: none of them begins, ends or fills up a text, unless the options say so.
         defaults |= {"vocab_size": outputs, **dict.fromkeys(_SPECIAL_TOKENS)}
         if _counts_padding(config):
@@ -115,10 +115,6 @@ LIBRARIES: dict[str, Callable[[str, int, InputSpec], Constructor]] = {
     "transformers": transformers_model,
     "timm": timm_model,
 }
-
-
-def _predicts_words(name: str) -> bool:
-    return name.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM"))
 
 
 def _counts_padding(config: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from horizonml.errors import ModelError
 from horizonml.models.boundary import arguments
-from horizonml.models.calls import INPUTS, Calls, Forward, Leaf, Result, Skeleton
+from horizonml.models.calls import INPUTS, Calls, Leaf, Result, Skeleton
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,6 @@ class SlicePart:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicePart:
         return self  # it never changes
-
-
-def _unknown(leaf: Leaf) -> float:
-    return math.nan if leaf.dtype.is_floating_point else 0
 
 
 class _StandIn(Tensor):
@@ -131,12 +127,7 @@ class _Run:
         part = self._part
         self._values = dict(zip(part.entering, values, strict=True))
         self._position, self._batch, self._draws = 0, len(values[0]), torch.get_rng_state()
-        inputs = [
-            self._values[found]
-            if (found := (INPUTS, place)) in self._values
-            else self._stand_in(found, leaf, _unknown(leaf))
-            for place, leaf in enumerate(part.calls.inputs)
-        ]
+        inputs = [self._value((INPUTS, place), leaf) for place, leaf in enumerate(part.calls.inputs)]
         return arguments(inputs, part.names)
 
     def call(self, module: nn.Module, unit: str, args: Any, kwargs: Any) -> Any:
@@ -185,11 +176,9 @@ class _Run:
         """Return what has travelled, a value that is always the same, or not-a-number where nothing depends on it."""
         if result in self._values or not isinstance(leaf, Leaf):
             return self._values.get(result, leaf)
-        # If the forward goes another way than it went when it was cut, the loss shows that.
-        return self._stand_in(result, leaf, _unknown(leaf))
-
-    def _stand_in(self, result: Result, leaf: Leaf, number: float) -> Tensor:
-        """Return a tensor in place of a result that is not needed; only what is changed in place has its own memory."""
+        # If the forward goes another way than it went when it was cut, the loss shows that. Only what is changed in
+        # place has its own memory.
+        number = math.nan if leaf.dtype.is_floating_point else 0
         made = leaf.filled(number, self._batch, in_memory=result in self._part.calls.changed)
         if type(made) is Tensor:  # and not that of a device with a class of its own
             made = made.as_subclass(_StandIn)
@@ -217,7 +206,7 @@ class _Run:
         self._values, self._stand_ins = {}, {}
 
 
-class _UnitForward(Forward):
+class _UnitForward:
     """Runs a unit, or its stub."""
 
     def __init__(self, run: _Run, name: str) -> None:

@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors
 import torch
@@ -42,23 +42,13 @@ _MOST_NAME = 200  # characters of a tensor's name in an error
 _MOST_SHARED = 8  # times the size of a file that its tensors may take, where names share one tensor
 
 
-class WeightFile(Protocol):
-    """Provides tensors by name, one at a time."""
-
-    shapes: dict[str, tuple[int, ...]]
-    """The shapes of all tensors, by name."""
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor; its memory may be the file's own."""
-
-
 class SafetensorsFiles:
     """Reads one safetensors file, or several that hold parts of a model."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Read the files' headers. Raises ModelError."""
         self._where: dict[str, Any] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # by name
         for path in paths:
             try:
                 handle = safetensors.safe_open(path, framework="pt")
@@ -71,7 +61,7 @@ class SafetensorsFiles:
             self._where |= dict.fromkeys(found, handle)
 
     def read(self, name: str) -> Tensor:
-        """See `WeightFile`."""
+        """Return one tensor; its memory may be the file's own."""
         tensor: Tensor = self._where[name].get_tensor(name)
         return tensor
 
@@ -86,8 +76,11 @@ class StateDict:
         self.shapes = {name: tuple(value.shape) for name, value in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """See `WeightFile`."""
+        """Return one tensor; its memory may be the file's own."""
         return self._tensors[name]
+
+
+WeightFile = SafetensorsFiles | StateDict
 
 
 def opened(path: Path) -> WeightFile:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten
 from horizonml.data.sampler import python_seeded, python_state
 from horizonml.errors import HorizonError, ModelError, is_out_of_memory
 from horizonml.machine.code import where
-from horizonml.models.boundary import Boundary, Values, depends_on_rows, flat, values_of
+from horizonml.models.boundary import Boundary, Values, depends_on_rows, tensors_of, values_of
 from horizonml.models.cutting import Cutting, WholeModule
 from horizonml.models.module_slice import ModuleSlice
 from horizonml.models.own_state import OwnState, described, own_state_kept, put_back_buffers
@@ -139,7 +139,7 @@ def check_shared(model: Model, inputs: Values) -> None:
         with _alone(), own_state_kept(root):
             torch.default_generator.manual_seed(0)
             result, backward = _run_whole(module.train())(tuple(value.clone() for value in inputs))
-            outputs = _outputs(result)
+            outputs = tensors_of(result)
             backward([torch.randn_like(value) for value in outputs if value.requires_grad])
         results.append(outputs)
     one, other = dict(root.named_parameters()), dict(whole.named_parameters())
@@ -332,24 +332,24 @@ def _observe(
         torch.default_generator.manual_seed(number)
         with nullcontext() if gradients else torch.no_grad(), python_seeded(number):
             result, backward = run(tuple(value.clone() for value in inputs))
-            outputs = _outputs(result)
+            outputs = tensors_of(result)
             if gradients:
                 backward([torch.randn_like(value) for value in outputs if value.requires_grad])
         after()
+        named = [pair for module in modules for pair in nn.Module.named_parameters(module)]
         found.append(
             _Seen(
                 _form(result),
                 [value.detach().clone() for value in outputs],
-                {name: _kept(p.grad) for module in modules for name, p in nn.Module.named_parameters(module)},
+                {name: None if p.grad is None else p.grad.clone() for name, p in named},
                 {name: buffer.clone() for module in modules for name, buffer in nn.Module.named_buffers(module)},
                 _flags(modules),
-                {name: p.requires_grad for module in modules for name, p in nn.Module.named_parameters(module)},
-                [(path, _copied(values)) for one in before for path, values in one.changed().items()],
+                {name: p.requires_grad for name, p in named},
+                [(path, described(values, 7)) for one in before for path, values in one.changed().items()],
             )
         )
         with torch.no_grad():  # so that a copy of a parameter shows, which no update reaches
-            trained = {p for module in modules for _, p in nn.Module.named_parameters(module) if p.grad is not None}
-            for parameter in trained if training else ():
+            for parameter in {p for _, p in named if p.grad is not None} if training else ():
                 parameter.sub_(cast(Tensor, parameter.grad), alpha=_RATE)
     return found
 
@@ -364,18 +364,10 @@ def _flags(modules: Sequence[nn.Module]) -> dict[str, bool]:
     }
 
 
-def _kept(gradient: Tensor | None) -> Tensor | None:
-    return gradient.clone() if gradient is not None else None
-
-
-def _copied(values: Mapping[str, object]) -> dict[str, object]:
-    return {name: described(value) for name, value in values.items()}
-
-
 def _run_whole(whole: WholeModule) -> Run:
     def run(inputs: Values) -> tuple[Any, Callable[[Sequence[Tensor]], None]]:
         result = whole(*inputs)
-        outputs = _outputs(result)
+        outputs = tensors_of(result)
         return result, lambda gradients: _backward([value for value in outputs if value.requires_grad], gradients)
 
     return run
@@ -395,7 +387,7 @@ def _run_parts(model: Model, parts: Sequence[nn.Module]) -> Run:
                 entered = boundary.leaves(tuple(sent), torch.is_grad_enabled())
             result = part(*entered)
             last = index + 1 == len(parts)
-            values = _outputs(result) if last else values_of(result)
+            values = tensors_of(result) if last else values_of(result)
             if not last:
                 _check_kinds(values, model.chain.boundaries[index + 1])
             crossed.append((entered, values))
@@ -412,10 +404,6 @@ def _run_parts(model: Model, parts: Sequence[nn.Module]) -> Run:
         return result, backward
 
     return run
-
-
-def _outputs(result: Any) -> Values:
-    return tuple(value for value in flat(result) if isinstance(value, Tensor))
 
 
 def _form(result: Any) -> object:

@@ -42,7 +42,8 @@ class Watch:
     def __init__(self, part: nn.Module, model: nn.Module) -> None:
         """Find out what to watch in a part of a model."""
         modules = dict(vars(part).get("horizonml_root", part).named_modules())
-        places = sorted(_shared(model) | set_and_read(model).keys() | _around_units(part))
+        around = {(path, name) for path, name, value in _around_units(part) if isinstance(value, _CONTAINERS)}
+        places = sorted(_shared(model) | set_and_read(model).keys() | around)
         self._places = [(path, modules[path], name) for path, name in places if path in modules]
         kinds = {base for module in model.modules() for base in type(module).__mro__ if not _is_torch(base)}
         self._kinds = sorted(kinds - {object}, key=lambda kind: kind.__qualname__)
@@ -83,14 +84,10 @@ def _value(module: nn.Module, name: str) -> Any:
 
 def set_everywhere(part: nn.Module) -> dict[str, str]:
     """Return the plain attributes of those modules whose code all parts of a model run, as text by their names."""
-    if not isinstance(part, ModuleSlice):
-        return {}
     return {
         f"{path}.{name}".lstrip("."): "a tensor" if isinstance(value, Tensor) else repr(value)[:_MOST_SHOWN]
-        for path, module in part.horizonml_root.named_modules()
-        if not part.has_in_unit(path)
-        for name, value in vars(module).items()
-        if isinstance(value, (*_PLAIN, Tensor)) and name not in _OF_EVERY
+        for path, name, value in _around_units(part)
+        if isinstance(value, (*_PLAIN, Tensor))
     }
 
 
@@ -115,17 +112,12 @@ def _form(value: Any) -> Any:
     return [leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__ for leaf in leaves]
 
 
-def _around_units(part: nn.Module) -> set[tuple[str, str]]:
-    """Return the lists and the like of modules whose code all parts run, though not all to its end."""
-    if not isinstance(part, ModuleSlice):
-        return set()
-    around = ((path, one) for path, one in part.horizonml_root.named_modules() if not part.has_in_unit(path))
-    return {
-        (path, name)
-        for path, module in around
-        for name, value in vars(module).items()
-        if isinstance(value, _CONTAINERS) and name not in _OF_EVERY
-    }
+def _around_units(part: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Yield the attributes of modules whose code all parts run, though not all to its end: path, name and value."""
+    if isinstance(part, ModuleSlice):
+        for path, module in part.horizonml_root.named_modules():
+            if not part.has_in_unit(path):
+                yield from ((path, name, value) for name, value in vars(module).items() if name not in _OF_EVERY)
 
 
 def _shared(model: nn.Module) -> set[tuple[str, str]]:

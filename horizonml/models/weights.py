@@ -71,7 +71,16 @@ class _Call:
     writes: frozenset[int]
 
 
-class Tape(TorchDispatchMode):
+class Watching(TorchDispatchMode):
+    """Sees every operation on tensors."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled here, and torch need not import its compiler (70 MB) to switch it off."""
+        return False
+
+
+class Tape(Watching):
     """Records what a constructor does to tensors on the meta device; use `record`."""
 
     def __init__(self) -> None:
@@ -79,11 +88,6 @@ class Tape(TorchDispatchMode):
         self._calls: list[_Call] = []
         self._storages: dict[int, int] = {}
         self._alive: list[Tensor] = []  # keeps the address of a storage from being reused during the recording
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, and torch need not import its compiler (70 MB) to switch it off."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
@@ -184,7 +188,7 @@ class Tape(TorchDispatchMode):
         return result.clone() if result.untyped_storage().nbytes() > result.nbytes else result
 
 
-class Seeded(TorchDispatchMode):
+class Seeded(Watching):
     """Runs a constructor in memory, with the random numbers that `Tape.replay` draws: each operation has its own seed.
 
     So every tensor of the model has the value that it has in any plan: also those that are neither parameters nor
@@ -196,11 +200,6 @@ class Seeded(TorchDispatchMode):
         self.number = 0  # of the next operation that a tape would record
         self._seed = seed
         self._recorded: dict[int, Any] = {}  # the storages that a tape would have on the meta device, kept alive
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False, as `Tape` does."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
@@ -354,7 +353,7 @@ def materialise(
     tape: Tape,
     seed: int,
     held: Mapping[str, Tensor],
-    read: Callable[[Tensor, str], Tensor | None] = lambda like, name: None,
+    read: Callable[[Tensor, str], Tensor | None] | None = None,
 ) -> nn.Module:
     """Return a copy of `module` in which every parameter and buffer of the recording has its initial value.
 
@@ -370,7 +369,7 @@ def materialise(
                     values[id(tensor)] = held[full]
                 if tensor is None or id(tensor) in values:
                     continue
-                value = read(tensor, full)
+                value = read(tensor, full) if read is not None else None
                 if value is None:
                     if tensor.device.type != "meta":
                         continue

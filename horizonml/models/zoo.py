@@ -7,7 +7,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -80,7 +80,7 @@ class Model:
         if (start, stop) == (0, len(self.chain)) and not as_graph:
             return self._whole(held)
         module = self.chain.slice(start, stop)
-        read = self.pretrained.read if self.pretrained is not None else _nothing
+        read = self.pretrained.read if self.pretrained is not None else None
         made = materialise(module, self.tape, self.seed, held, read)
         if self.modes is not None:
             carry_modes(made, self.modes)
@@ -93,8 +93,9 @@ class Model:
 
     def recut(self, cutting: Cutting) -> Model:
         """Return the same model, cut in this way. Raises ModelError."""
-        same = self.tape, self.seed, self.recorded, self.make, self.input, self.all_ties, self.pretrained, self.frozen
-        return self if cutting == self.cutting else _cut(*same, cutting)
+        if cutting == self.cutting:
+            return self
+        return replace(self, proven=False, **_cut(self.recorded, self.input, self.all_ties, cutting))
 
     def _whole(self, held: Mapping[str, Tensor]) -> WholeModule:
         """Return the model itself with its initial values, or those in `held`, whose memory it shares.
@@ -190,7 +191,7 @@ def build(
         pretrained.notes += (trained_note(model, ties),)
 
     try:
-        made = _cut(tape, seed, model, make, input, ties, pretrained, frozen, cutting)
+        found = _cut(model, input, ties, cutting)
     except ModelError:
         if not any(tensor.is_meta for tensor in _tensors(model).values()):
             raise
@@ -200,7 +201,10 @@ def build(
         if pretrained is not None:
             pretrained = begin_from(spec, model, ties)
         frozen = frozen_tensors(spec, model, ties, pretrained)
-        made = _cut(tape, seed, model, make, input, ties, pretrained, frozen, cutting)
+        found = _cut(model, input, ties, cutting)
+    made = Model(
+        tape=tape, seed=seed, recorded=model, make=make, input=input, pretrained=pretrained, frozen=frozen, **found
+    )
     returned = [tensor.shape for tensor in made.chain.boundaries[-1].tensors]
     if wanted.shape is not None and returned != [wanted.shape]:
         needed = wanted.count if wanted.shape == (wanted.count,) else f"{list(wanted.shape)}"
@@ -211,18 +215,8 @@ def build(
     return made
 
 
-def _cut(
-    tape: Tape,
-    seed: int,
-    model: nn.Module,
-    make: Callable[[], tuple[nn.Module, bool]],
-    input: InputSpec,
-    ties: tuple[tuple[str, ...], ...],
-    pretrained: Pretrained | None,
-    frozen: frozenset[str],
-    cutting: Cutting,
-) -> Model:
-    """Return a model that is cut in this way; `ties` are the names of all parameters that are one.
+def _cut(model: nn.Module, input: InputSpec, ties: tuple[tuple[str, ...], ...], cutting: Cutting) -> dict[str, Any]:
+    """Return the fields of a `Model` that depend on how it is cut; `ties` are the names of all parameters that are one.
 
     Raises ModelError.
     """
@@ -233,7 +227,7 @@ def _cut(
     copies = {name for names, kept in zip(ties, used, strict=True) if kept for name in names}
     chain.spare = tuple(name for name in _tensors(model) if name not in held and name not in copies)
     kept = tuple(names for names in used if len(names) > 1)
-    return Model(chain, tape, seed, model, make, input, cutting, False, kept, ties, note, pretrained, frozen)
+    return {"chain": chain, "cutting": cutting, "ties": kept, "all_ties": ties, "note": note}
 
 
 def construct(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> nn.Module:
@@ -287,10 +281,6 @@ def _refuse_unusual(spec: ModelSpec, model: nn.Module) -> None:
 def _layers_of(chain: Layers) -> dict[str, int]:
     """Return the layer that holds each parameter and buffer."""
     return {name: index for index in range(len(chain)) for name in _tensors(chain.slice(index, index + 1))}
-
-
-def _nothing(like: Tensor, name: str) -> None:
-    """Read no pretrained value."""
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -333,19 +333,6 @@ _FRAGMENTS = (1, 4)
 _DELAYS = (0, 1, 2, 4)
 
 
-@dataclass(frozen=True)
-class OuterCost:
-    """Says what synchronisations add to a step on average, in seconds."""
-
-    waiting: float  # for what outlasts the delay
-    processor: float  # for coding, and for sending and receiving what does not outlast it
-
-    @property
-    def seconds(self) -> float:
-        """Return both together."""
-        return self.waiting + self.processor
-
-
 def outer_ratio(local: Local, members: int) -> float:
     """Return the bytes of outer gradients relative to those of float32, as if all were summed along a ring."""
     if local.format == _SPARSE:  # all members receive those of all others, and add them up
@@ -388,11 +375,15 @@ def fragment_bytes(problem: Problem, stage: Stage, fragments: int) -> list[float
     return found
 
 
-def outer_cost(problem: Problem, plan: Plan, computing: float) -> OuterCost:
-    """Return what the synchronisations of local steps add to a step that takes `computing` seconds without them."""
+def outer_cost(problem: Problem, plan: Plan, computing: float) -> tuple[float, float]:
+    """Return what the synchronisations of local steps add to a step that takes `computing` seconds without them.
+
+    That is waiting for what outlasts the delay, and the processor's seconds for coding, and for sending and receiving
+    what does not outlast it.
+    """
     local = plan.local
     if local is None:
-        return OuterCost(0.0, 0.0)
+        return 0.0, 0.0
     waiting = processor = 0.0
     for stage in plan.stages:
         count = len(stage.ranks)
@@ -413,7 +404,7 @@ def outer_cost(problem: Problem, plan: Plan, computing: float) -> OuterCost:
             carried = hidden * moved * (profile.transfer_seconds_per_byte + profile.crossing_seconds_per_byte)
             work = max(work, (coding + carried) * problem.oversubscription[rank])
         waiting, processor = max(waiting, left), max(processor, work)
-    return OuterCost(waiting / local.every, processor / local.every)
+    return waiting / local.every, processor / local.every
 
 
 def gentlest(problem: Problem, plan: Plan, computing: float) -> Local | None:
@@ -423,7 +414,7 @@ def gentlest(problem: Problem, plan: Plan, computing: float) -> Local | None:
     left out only if that saves as much. If all of them cost more, return those that cost least, or None if the
     constraints allow none. `computing` is what a step of the plan takes without synchronisations.
     """
-    found = [(outer_cost(problem, replace(plan, local=local), computing).seconds, local) for local in _choices(problem)]
+    found = [(sum(outer_cost(problem, replace(plan, local=local), computing)), local) for local in _choices(problem)]
     most, chosen = _MOST * computing, None
     for is_sparse in (False, True):
         own = [one for one in found if (one[1].format == _SPARSE) == is_sparse]

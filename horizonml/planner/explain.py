@@ -343,10 +343,8 @@ class _Table:
             f"the slowest link among them has {mbit(slowest)}",
         )
         who = "Ranks" if len(plan.stages) == 1 else f"{len(plan.stages[0].ranks)} replicas of the pipeline"
-        what, exactly = (
-            f"{who} train independently, and synchronise every {local.every} steps",
-            {"sums in every step": together},
-        )
+        what = f"{who} train independently, and synchronise every {local.every} steps"
+        exactly = {"sums in every step": together}
         return self.carried("local steps", f"every {local.every} steps", what, None, exactly, size, notes)
 
     def fewer_bits(self) -> Iterator[Reason]:

@@ -131,12 +131,12 @@ class Profile:
 
     def to_json(self, for_people: bool = False) -> dict[str, Any]:
         """Return the profile as a JSON object; `for_people` with longer names, and without what is as usual."""
-        return _profiles().dump_python(self, mode="json", by_alias=for_people, exclude_defaults=for_people)  # type: ignore[no-any-return]
+        return adapter(Profile).dump_python(self, mode="json", by_alias=for_people, exclude_defaults=for_people)  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, value: Any) -> Profile:
         """Return the profile from which `to_json` made `value`. Raises ValueError if nothing made it."""
-        found = _profiles().validate_python(value)
+        found: Profile = adapter(Profile).validate_python(value)
         for layer in found.layers:
             if not len(layer.forward) == len(layer.backward) == len(found.sizes):
                 raise ValueError(f"layer {layer.name} was not measured at the sizes {list(found.sizes)}")
@@ -146,8 +146,9 @@ class Profile:
 
 
 @functools.cache
-def _profiles() -> TypeAdapter[Profile]:
-    return TypeAdapter(Profile)
+def adapter(kind: type) -> TypeAdapter[Any]:
+    """Return what turns a dataclass into JSON values and back; it takes a moment to make."""
+    return TypeAdapter(kind)
 
 
 def _interpolate(sizes: Sequence[int], times: Sequence[float], rows: float) -> float:

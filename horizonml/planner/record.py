@@ -6,22 +6,12 @@ measured links, the profiles and the job. Of the plans before it, it holds a lin
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-)
+from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, ValidationError, ValidationInfo
 
 from horizonml.errors import HorizonError, PlanError
 from horizonml.files import write_atomically
@@ -29,8 +19,8 @@ from horizonml.job.schema import Job
 from horizonml.plan.lossy import Tried
 from horizonml.plan.plan import Plan, Sync
 from horizonml.planner.problem import Loading, Problem, Watts
-from horizonml.planner.profile import Host, Name, Network, Number, Profile, Whole
-from horizonml.planner.strategies import constraints_of, objective_of
+from horizonml.planner.profile import Host, Name, Network, Number, Profile, Whole, adapter
+from horizonml.planner.strategies import problem_for
 from horizonml.text import printable
 
 FILE = "planning.json"
@@ -77,30 +67,22 @@ class _Measured:
         return cls(profiles, places, problem.network, copies, last, loading, synced, watts, steps)
 
     def problem(self, job: Job, hosts: tuple[Host, ...]) -> Problem:
-        return Problem(
-            [self.profiles[place] for place in self.profile_of],
-            hosts,
-            self.network,
-            job.batch_size,
-            self.optimizer_copies,
-            self.last_batch,
-            {Sync.named(name).name: sizes for name, sizes in self.synced_bytes.items() if sizes},
-            constraints_of(job.parallel),
-            self.loading,
-            self.watts,
-            objective_of(job.parallel, self.steps),
-        )
+        profiles = [self.profiles[place] for place in self.profile_of]
+        synced = {Sync.named(name).name: sizes for name, sizes in self.synced_bytes.items() if sizes}
+        given = self.network, self.optimizer_copies, self.last_batch, synced, self.loading, self.watts, self.steps
+        return problem_for(job, profiles, hosts, *given)
 
 
 def _problem(value: Any, info: ValidationInfo) -> Problem | None:
     """Return the problem of a planning whose job and hosts were read already."""
     if value is None or not {"job", "hosts"} <= info.data.keys():
         return None
-    return _measured().validate_python(value).problem(info.data["job"], info.data["hosts"])
+    measured: _Measured = adapter(_Measured).validate_python(value)
+    return measured.problem(info.data["job"], info.data["hosts"])
 
 
 def _problem_json(problem: Problem | None) -> Any:
-    return _measured().dump_python(_Measured.of(problem), mode="json") if problem is not None else None
+    return adapter(_Measured).dump_python(_Measured.of(problem), mode="json") if problem is not None else None
 
 
 @dataclass(frozen=True)
@@ -155,7 +137,7 @@ class Planning:
 
     def to_json(self) -> dict[str, object]:
         """Return the planning as a JSON object."""
-        return {"format": _FORMAT, **_plannings().dump_python(self, mode="json")}
+        return {"format": _FORMAT, **adapter(Planning).dump_python(self, mode="json")}
 
     @classmethod
     def from_json(cls, value: Any) -> Planning:
@@ -163,7 +145,7 @@ class Planning:
 
         Raises LookupError, TypeError, ValueError, AttributeError, OverflowError or PlanError if nothing made it.
         """
-        planning = _plannings().validate_python(value)
+        planning: Planning = adapter(Planning).validate_python(value)
         planning._check()
         return planning
 
@@ -177,9 +159,6 @@ class Planning:
         if any(list(host.contention) != sorted(host.contention) for host in self.hosts):
             raise ValueError("the contention on a machine is not in the order of its cores")
         self.plan.check(len(self.layers), ranks)
-        for stage in self.plan.stages:
-            if not all(type(rank) is int for rank in stage.ranks) or not all(map(math.isfinite, stage.shares)):
-                raise ValueError("a stage has no whole ranks or finite shares")
         if self.problem is None:
             return
         if len(self.problem.watts) not in (0, ranks):
@@ -191,16 +170,6 @@ class Planning:
             raise ValueError("the links are those of other ranks")
         if any(not (0 <= a < ranks and 0 <= b < ranks) for a, b in network.pairs):
             raise ValueError("a link is that of an unknown rank")
-
-
-@functools.cache
-def _measured() -> TypeAdapter[_Measured]:
-    return TypeAdapter(_Measured)
-
-
-@functools.cache
-def _plannings() -> TypeAdapter[Planning]:
-    return TypeAdapter(Planning)
 
 
 def write_planning(folder: Path, planning: Planning) -> None:

@@ -102,7 +102,7 @@ def predict(problem: Problem, plan: Plan, times: LayerTimes | None = None, timel
     memory = {**memory_needed(problem, plan, maker.actions), **idle}
     capacity, parts, outer = problem.memory, simulation.parts(), 0.0
     if plan.local is not None:
-        outer = outer_cost(problem, plan, seconds).seconds
+        outer = sum(outer_cost(problem, plan, seconds))
         seconds, parts = seconds + outer, {**parts, "agreeing on local steps": outer}
     computing = dict.fromkeys([*tasks, *idle], 0.0)
     for span in simulation.spans:

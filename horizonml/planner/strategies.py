@@ -64,11 +64,6 @@ def constraints_of(parallel: Parallel, world_size: int | None = None) -> Constra
     )
 
 
-def objective_of(parallel: Parallel, steps: int) -> Objective:
-    """Return what a job's plan is chosen for, in a run of so many steps."""
-    return Objective(parallel.objective, parallel.slowdown, parallel.deadline_seconds, steps)
-
-
 def _replicas(ranks: int, parallel: Parallel) -> tuple[FixedStage, ...]:
     """Return the stages of replicas of a pipeline, each on consecutive ranks.
 
@@ -177,7 +172,7 @@ def problem_for(
         constraints_of(job.parallel, len(profiles)),
         loading,
         watts,
-        objective_of(job.parallel, steps),
+        Objective(job.parallel.objective, job.parallel.slowdown, job.parallel.deadline_seconds, steps),
     )
 
 

@@ -7,21 +7,12 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 from horizonml.machine.network import split_address
 from horizonml.machine.relay import connect
-from horizonml.rendezvous.wire import (
-    MOST_ANSWER,
-    TLS_RECORDS,
-    Fields,
-    encode,
-    explain_tls,
-    hello,
-    is_final,
-    parse,
-)
+from horizonml.rendezvous.wire import MOST_ANSWER, TLS_RECORDS, Fields, encode, explain_tls, hello, is_final, parse
 from horizonml.security.devices import REVOKED
 from horizonml.text import printable
 
@@ -264,10 +255,8 @@ class Contact:
         with self._connecting:
             client, self._client = self._client, None
         if client is not None:
-            try:
+            with closing(client):
                 client.ask(request)
-            finally:
-                client.close()
 
     def close(self) -> None:
         """Close the connection; another request would make a new one."""

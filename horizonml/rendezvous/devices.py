@@ -30,10 +30,7 @@ from horizonml.rendezvous.device_messages import (
     RunProgress,
     RunStatus,
 )
-from horizonml.rendezvous.messages import (
-    Nothing,
-    NumberRequest,
-)
+from horizonml.rendezvous.messages import Nothing, NumberRequest
 from horizonml.rendezvous.roster import Roster
 from horizonml.rendezvous.server import Answer, Peer
 from horizonml.rendezvous.service import Handlers, at_once
@@ -53,7 +50,7 @@ class Device:
     """A device that has come. Times are seconds of the roster's clock."""
 
     beat: DeviceBeat
-    address: str
+    host: str  # its address
     seen: float
     connection: int  # by which it speaks now
     rank: int | None = None
@@ -63,11 +60,6 @@ class Device:
     def gone(self, now: float) -> bool:
         """Return whether it gives no sign of life any more."""
         return now - self.seen > LOST_SECONDS or self.beat.state is DeviceState.LEAVING
-
-    @property
-    def host(self) -> str:
-        """Return its address without the port."""
-        return self.address.rpartition(":")[0].strip("[]") or self.address
 
 
 @dataclass
@@ -193,10 +185,10 @@ class Devices:
         assert isinstance(own, int)
         device = self._devices.get(beat.id)
         if device is None:
-            device = self._devices[beat.id] = Device(beat, peer.address, now, own, beat.rank)  # it may train already
+            device = self._devices[beat.id] = Device(beat, peer.host, now, own, beat.rank)  # it may train already
         if own < device.connection:
             raise ValueError("another connection speaks for this device by now")
-        device.beat, device.address, device.seen, device.connection = beat, peer.address, now, own
+        device.beat, device.host, device.seen, device.connection = beat, peer.host, now, own
         if device.rank is not None and not self.roster.keep_number(device.rank, (beat.id, 1), now, KEPT_SECONDS):
             device.rank = None  # it was away, and another one has it by now
         return device

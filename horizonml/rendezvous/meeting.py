@@ -198,9 +198,10 @@ class _Meeting:
         client = connect(self.places, timeout, self.deadline, self.observer, self.cancelled, admitted)
         self.admitted = True
         number, own, membership = secrets.randbits(62), self._fingerprint(), None
+        dead = _Dead(self.before, self.identity.world_size, self.places.reached)
         try:
             client.ask(fields_of(Join(number, own), "join"), _ANSWER_SECONDS)
-            with closing(_Links()) as links, closing(self._dead()) as dead:
+            with closing(_Links()) as links, closing(dead):
                 membership = self._wait(links, dead, client, number, own)
             return membership
         except ServiceRefuses as error:
@@ -265,9 +266,6 @@ class _Meeting:
                     withdrawn = time.monotonic()
                     client.ask(fields_of(Nothing(), "withdraw"), _ANSWER_SECONDS)
 
-    def _dead(self) -> _Dead:
-        return _Dead(self.before, self.identity.world_size, self.places.reached)
-
     def _fingerprint(self) -> Fingerprint:
         """Return what this rank says of itself, and make gloo use the interface that leads to the service."""
         try:
@@ -304,11 +302,20 @@ class _Meeting:
         )
 
 
-class _Links:
-    """Tries the links for which this rank is left out, as long as the service says that it is."""
+class _Probing:
+    """Tries addresses, and others later."""
 
-    def __init__(self) -> None:
-        self._probe: AddressProbe | None = None
+    _probe: AddressProbe | None = None
+
+    def close(self) -> None:
+        """Try no more."""
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+
+class _Links(_Probing):
+    """Tries the links for which this rank is left out, as long as the service says that it is."""
 
     def are_asked(self, status: GroupStatus) -> None:
         """Try those that the service names, and no others."""
@@ -324,14 +331,8 @@ class _Links:
         self._probe.look()
         return not self._probe.silent
 
-    def close(self) -> None:
-        """Try no more."""
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
 
-
-class _Dead:
+class _Dead(_Probing):
     """Finds out which members of the last group are certain to be dead: their machines answer, but they do not."""
 
     def __init__(self, before: Membership | None, world_size: int, reached: Collection[Address]) -> None:
@@ -341,7 +342,6 @@ class _Dead:
         self._ranks = {
             (one.address, one.standby_port): one.rank for one in trained if (one.address, one.standby_port) in reached
         }
-        self._probe: AddressProbe | None = None
         self._found: frozenset[int] = frozenset()
         self._until = 0.0
 
@@ -359,12 +359,6 @@ class _Dead:
             still = {rank for address, rank in self._ranks.items() if rank in self._found and address not in answered}
             self._found = frozenset(still | {self._ranks[address] for address in self._probe.refused})
         return tuple(sorted(self._found))
-
-    def close(self) -> None:
-        """Try no more."""
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
 
 
 def connect(

@@ -10,12 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from horizonml.rendezvous.messages import (
-    Ended,
-    Fingerprint,
-    GroupKey,
-    Lost,
-)
+from horizonml.rendezvous.messages import Ended, Fingerprint, GroupKey, Lost
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,7 @@ from enum import StrEnum
 from ipaddress import ip_address
 from typing import Annotated
 
-from horizonml.rendezvous.wire import (
-    MOST_RANKS,
-    any_text,
-    by_rank,
-    cleaned,
-    listed,
-    message,
-    number,
-    text,
-    whole,
-)
+from horizonml.rendezvous.wire import MOST_RANKS, any_text, by_rank, cleaned, listed, message, number, text, whole
 from horizonml.text import printable, shown
 
 MOST_GENERATION = (1 << 53) - 1

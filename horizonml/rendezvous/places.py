@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 
 from horizonml.errors import RendezvousError
@@ -138,11 +138,8 @@ class MeetingPlaces:
     def go_back(self, report: Callable[[Client], object]) -> bool:
         """Go back to the service that this rank was told of, if `report` does not raise ServiceError there."""
         try:
-            client = self.told.connect(_TRY_SECONDS)
-            try:
+            with closing(self.told.connect(_TRY_SECONDS)) as client:
                 report(client)
-            finally:
-                client.close()
         except (ServiceRefuses, Unwanted) as error:
             self._look_at = time.monotonic() + _REFUSED_SECONDS
             if self._refusal != (refusal := str(error)):
@@ -245,17 +242,14 @@ class MeetingPlaces:
             yield from self._reached_of(places[start : start + _AT_ONCE], after_first)
 
     def _reached_of(self, places: Sequence[Endpoint], after_first: float) -> list[Endpoint]:
-        probe = AddressProbe([(one.host, one.port) for one in places])
         until = time.monotonic() + _REACH_SECONDS
-        try:
+        with closing(AddressProbe([(one.host, one.port) for one in places])) as probe:
             while probe.silent and time.monotonic() < until:
                 probe.look()
                 if probe.addresses - probe.silent - probe.refused:
                     until = min(until, time.monotonic() + after_first)
                 time.sleep(_LOOK_SECONDS)
             return [one for one in places if (one.host, one.port) not in probe.silent | probe.refused]
-        finally:
-            probe.close()
 
     def _own(self) -> Endpoint | None:
         standby = self.standby

@@ -17,10 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from horizonml.rendezvous.members import Members, Refused, duplicates, formed, parties, waiting
-from horizonml.rendezvous.messages import (
-    Fingerprint,
-    difference,
-)
+from horizonml.rendezvous.messages import Fingerprint, difference
 
 _REFUSAL_SECONDS = 5.0  # ranks of a refused group that come late are told, too, for this long
 _DRAW_SECONDS = 4.0  # where as many ranks wait for one job as for another, more are awaited before one is refused

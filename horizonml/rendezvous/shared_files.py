@@ -13,7 +13,6 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -22,19 +21,13 @@ from pathlib import Path, PurePosixPath
 
 from horizonml.errors import DataError
 from horizonml.files import checksum
-from horizonml.rendezvous.device_messages import (
-    MOST_CHUNK,
-    MOST_FILES,
-    FilesPage,
-    FilesRequest,
-    Piece,
-)
+from horizonml.machine.network import SPARE_BYTES
+from horizonml.rendezvous.device_messages import MOST_CHUNK, MOST_FILES, FilesPage, FilesRequest, Piece
 from horizonml.rendezvous.wire import Fields, fields_of, read
 from horizonml.text import human_bytes
 
 Ask = Callable[[Fields], Fields]
 _MOST_PAGE = 100  # files in one reply
-_SPARE_BYTES = 256 << 20  # that stay free on the disk, for records and checkpoints
 _MOST_BYTES = 1 << 50
 _PATIENCE_SECONDS = 60.0  # for a device that hashes its files, and gets no further
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -120,7 +113,7 @@ def _paths(root: Path) -> dict[str, Path]:
         found = {
             path.relative_to(root).as_posix(): path
             for path in sorted(root.rglob("*"))
-            if not path.is_symlink() and stat.S_ISREG(path.stat().st_mode) and not _hidden(path.relative_to(root))
+            if not path.is_symlink() and path.is_file() and not _hidden(path.relative_to(root))
         }
     if not found:
         raise DataError(f"--share-data: there are no files in {root}")
@@ -219,10 +212,10 @@ def check_space(found: Listing, folder: Path) -> None:
     """Raise DataError unless the disk has room for the files."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
-    if found.bytes + _SPARE_BYTES > free:
+    if found.bytes + SPARE_BYTES > free:
         raise DataError(
             f"the data takes {human_bytes(found.bytes)}, and {place} has {human_bytes(free)} free, of which "
-            f"{human_bytes(_SPARE_BYTES)} stay free; make room, or let $HORIZONML_CACHE name a folder on another disk"
+            f"{human_bytes(SPARE_BYTES)} stay free; make room, or let $HORIZONML_CACHE name a folder on another disk"
         )
 
 
@@ -242,7 +235,7 @@ def fetch(ask: Ask, found: Listing, folder: Path, done: Callable[[int], None]) -
             path = partial / check_name(item.name)
             if not _intact(path, item):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _fetch_one(ask, number, item, path, _added_to(done, there))
+                _fetch_one(ask, number, item, path, there, done)
             there += item.size
             done(there)
         os.replace(partial, target)
@@ -251,16 +244,11 @@ def fetch(ask: Ask, found: Listing, folder: Path, done: Callable[[int], None]) -
     return _root(target, found)
 
 
-def _added_to(done: Callable[[int], None], before: int) -> Callable[[int], None]:
-    """Return what is called with the bytes of one file that are there, after those of the files before it."""
-    return lambda size: done(before + size)
-
-
 def _root(target: Path, found: Listing) -> Path:
     return target / found.items[0].name if found.single else target
 
 
-def _fetch_one(ask: Ask, number: int, item: Item, path: Path, done: Callable[[int], None]) -> None:
+def _fetch_one(ask: Ask, number: int, item: Item, path: Path, before: int, done: Callable[[int], None]) -> None:
     """Fetch one file, which appears under its name once it is complete. Raises DataError, OSError."""
     digest, draft = hashlib.sha256(), path.with_name(f"{path.name}.part")
     draft.unlink(missing_ok=True)
@@ -281,7 +269,7 @@ def _fetch_one(ask: Ask, number: int, item: Item, path: Path, done: Callable[[in
             file.write(content)
             digest.update(content)
             size += len(content)
-            done(size)
+            done(before + size)
         file.flush()
         os.fsync(file.fileno())
     if digest.hexdigest() != item.sha256:

@@ -18,18 +18,7 @@ from dataclasses import MISSING, asdict, fields
 from enum import StrEnum
 from functools import cache
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    NoReturn,
-    Protocol,
-    TypeVar,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-    runtime_checkable,
-)
+from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from horizonml import __version__
 from horizonml.text import printable, shown
@@ -151,14 +140,6 @@ def by_rank(entry: Reader) -> Reader:
     return read_by_rank
 
 
-@runtime_checkable
-class Checked(Protocol):
-    """A message whose fields depend on one another."""
-
-    def check_fields(self) -> None:
-        """Raise ValueError if they do not fit."""
-
-
 def read(kind: type[T], value: object) -> T:
     """Return the message that a JSON object stands for. Raises ValueError, which names the path to what is wrong."""
     if not isinstance(value, dict):
@@ -173,8 +154,7 @@ def read(kind: type[T], value: object) -> T:
             words = str(error)
             raise ValueError(f"{name}{' ' if words.startswith('must ') else '.'}{words}") from None
     made = kind(**found)
-    if isinstance(made, Checked):
-        made.check_fields()
+    getattr(made, "check_fields", lambda: None)()  # of a message whose fields depend on one another
     return made
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from horizonml.report.live import LiveRun
@@ -26,10 +26,6 @@ class RunSummary:
     devices: int
     ranks: int
     seconds: float  # since it began, or since it ended
-
-    def to_json(self) -> dict[str, object]:
-        """Return it as a JSON object."""
-        return asdict(self)
 
 
 def is_run(path: Path) -> bool:

@@ -45,6 +45,7 @@ from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
 from horizonml.planner.profile import Host
 from horizonml.planner.strategies import syncs_of
+from horizonml.profiling import kept
 from horizonml.text import count, human_bytes, human_seconds
 
 _log = logging.getLogger(__name__)
@@ -85,11 +86,10 @@ def proven_cutting(job: Job, model: Model, info: DataInfo, say: Say) -> Cutting:
         )
         return model.cutting
     key = _key(job, model)
-    path = cache_folder() / "cuts" / f"{name_seed(0, json.dumps(key, sort_keys=True)):016x}.json"
     try:
-        return Cutting.from_json(json.loads(path.read_text())["cutting"])
-    except (OSError, ValueError, LookupError, TypeError):
-        _log.debug("no comparison of %s with its layers is known in %s", job.model.name, path)
+        return Cutting.from_json(kept.read("cuts", key)["cutting"])
+    except (ValueError, LookupError, TypeError):
+        _log.debug("no comparison of %s with its layers is known in %s", job.model.name, kept.path_of("cuts", key))
     started = time.monotonic()
     samples, kind = _samples(job, model, info)
     cutting = prove(model, samples)
@@ -99,10 +99,7 @@ def proven_cutting(job: Job, model: Model, info: DataInfo, say: Say) -> Cutting:
         say(
             f"{job.model.name}: its {layers} layers compute what the model computes, on {kind} ({human_seconds(taken)})"
         )
-    try:
-        write_atomically(path, json.dumps({"key": key, "cutting": cutting.to_json()}, indent=1).encode())
-    except OSError as error:
-        _log.info("how the model may be cut is not remembered: %s: %s", path, error.strerror or error)
+    kept.write("cuts", key, {"cutting": cutting.to_json()})
     return cutting
 
 

@@ -301,7 +301,7 @@ class Generation:
         kept = group.agree(move, optional(text))
         life.moved_away = True
         if checkpoints is not None:
-            checkpoints.begin_again()
+            checkpoints.announce()
         places = sorted({self.names[rank] for rank in set(leads) if kept[rank] is not None})
         if places:
             path, previous = life.job.run_folder, next(one for one in kept if one is not None)

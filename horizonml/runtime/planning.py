@@ -128,12 +128,8 @@ def _here_watts(job: Job) -> Watts | None:
 
 
 def _on_this_machine(job: Job, say: Say) -> tuple[Job, Places]:
-    job = for_this_machine(job, say)
-    return job, _here(job, say)
-
-
-def _here(job: Job, say: Say) -> Places:
     """Return this machine as the place of all of the job's ranks. Raises JobError if it lacks the job's device."""
+    job = for_this_machine(job, say)
     cores, world_size = available_cores(), job.parallel.world_size()
     devices = [device_of(job, rank) for rank in range(world_size)]
     for why in dict.fromkeys(device.why for device in devices if device.why):
@@ -150,7 +146,7 @@ def _here(job: Job, say: Say) -> Places:
         hosts.append(Host(ranks, 1.0, (min(own, there) if device.shared else there) / len(ranks)))
     threads = job.parallel.threads or threads_per_rank(cores, world_size)
     names = [f"rank {rank}" for rank in range(world_size)]
-    return Places(names, hosts, LOCAL_NETWORK, threads, devices=devices)
+    return job, Places(names, hosts, LOCAL_NETWORK, threads, devices=devices)
 
 
 def _on_paper(job: Job, devices: Path, as_given: bool, say: Say, only: Collection[str]) -> tuple[Job, Places]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 
@@ -28,11 +28,7 @@ from horizonml.rendezvous.client import Endpoint
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.rendezvous.meeting import JobComplete, JobReplaced, RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
-from horizonml.rendezvous.messages import (
-    Departure,
-    Fingerprint,
-    Lost,
-)
+from horizonml.rendezvous.messages import Departure, Fingerprint, Lost
 from horizonml.rendezvous.places import Lobby, MeetingPlaces, Standby
 from horizonml.runtime.agreement import prepare
 from horizonml.runtime.checks import use_device
@@ -176,14 +172,12 @@ class LinkWatch(threading.Thread):
 
     def _silent(self, seen: int) -> list[int]:
         """Return the ranks that do not answer, as long as no message comes."""
-        probe, until = AddressProbe(self._ranks.values()), time.monotonic() + _PROBE_SECONDS
-        try:
+        until = time.monotonic() + _PROBE_SECONDS
+        with closing(AddressProbe(self._ranks.values())) as probe:
             while probe.silent and self._moves.count == seen and not self._over.wait(_LOOK_SECONDS):
                 if time.monotonic() >= until:
                     return [rank for rank, address in self._ranks.items() if address in probe.silent]
                 probe.look()
-        finally:
-            probe.close()
         return []
 
 

@@ -120,12 +120,11 @@ def _parse_own(text: str, source: str) -> Token:
     return Token(text)
 
 
-def find_token(env: Mapping[str, str] | None = None) -> Token | None:
+def find_token(env: Mapping[str, str] = os.environ) -> Token | None:
     """Return the token of this process: $HORIZONML_TOKEN, or else that in the file; None if there is neither.
 
     Raises SecurityError if it is malformed, or if others may read the file.
     """
-    env = os.environ if env is None else env
     if env.get(TOKEN):
         return parse_token(env[TOKEN], f"${TOKEN}")
     file = token_file(env)
@@ -149,9 +148,8 @@ def find_token(env: Mapping[str, str] | None = None) -> Token | None:
     return parse_token(content.decode("ascii", errors="replace"), f"the content of {file}")
 
 
-def token_file(env: Mapping[str, str] | None = None) -> Path:
+def token_file(env: Mapping[str, str] = os.environ) -> Path:
     """Return the file that holds the token: $HORIZONML_TOKEN_FILE, or else one in the user's configuration."""
-    env = os.environ if env is None else env
     if env.get(TOKEN_FILE):
         return Path(env[TOKEN_FILE])
     if env.get("XDG_CONFIG_HOME"):

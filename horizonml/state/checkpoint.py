@@ -101,7 +101,7 @@ class Checkpoints:
         self.newest: int | None = None  # the step of the checkpoint that was saved or resumed last
         self.skipped = 0  # how many were not saved because the one before was still being written
         self._term = Term.after((one.term for one in found), generation)
-        self._begin()
+        self.announce()
         places = _places(group, names)
         self._saver = Saver(folder, group, self._disks, self._fence, keep, compatible, places)
         self._resumption = Resumption(folder, group, self._disks, compatible, places)
@@ -111,8 +111,8 @@ class Checkpoints:
         self._told: set[str] = set()  # the warnings that are given once
         self._causes: list[str] = []  # of the last failure, as they were told
 
-    def _begin(self) -> None:
-        """Announce this group in the folder, and remove what earlier groups have left half done."""
+    def announce(self) -> None:
+        """Announce this group in the folder, and remove what earlier ones have left half done; all ranks call this."""
         self._fence.term = self._term
         if self._disks.is_lead:
             self._fence.begin()
@@ -120,10 +120,6 @@ class Checkpoints:
                 clean(self._folder, self._disks.word)
             except OSError as error:
                 _log.warning("cannot clean %s: %s", self._folder, error.strerror or error)
-
-    def begin_again(self) -> None:
-        """Announce this group in the folder once more, since the earlier run's was moved away; all ranks call this."""
-        self._begin()
 
     def save(self, state: TrainState, plan: Plan, details: dict[str, object]) -> list[str]:
         """Write a checkpoint of the state, while training waits; all ranks call this after the same step.
@@ -255,7 +251,7 @@ class Checkpoints:
                 previous = self._folder.with_name(self._folder.name + ".previous")
                 shutil.rmtree(previous, ignore_errors=True)
                 self._folder.rename(previous)
-                self._begin()
+                self.announce()
 
         problems = self._disks.everywhere(move, self._group)
         if problems:

@@ -101,9 +101,9 @@ def who_follows(
         chosen = _slow(chosen, moves, state, plan, group)
     if not chosen:
         return chosen
-    told = group.gather_json(
-        [room_for(group), _wanted(needs(state, plan, chosen, group.rank))], fields(number, whole())
-    )
+    needed = needs(state, plan, chosen, group.rank)
+    own = [room_for(group), needed.copies + _LEAST_STEPS * needed.gradients]
+    told = group.gather_json(own, fields(number, whole()))
     for rank, (room, wanted) in enumerate(told):
         if wanted > room:
             say(
@@ -131,10 +131,6 @@ def _slow(chosen: frozenset[int], moves: Moves, state: TrainState, plan: Plan, g
                 seconds = needs(state, plan, chosen, receiver).copies / rate
     told = group.gather_json(seconds, number)
     return frozenset(rank for rank in chosen if told[rank] > _LONG_SECONDS)
-
-
-def _wanted(needed: FollowingMemory) -> int:
-    return needed.copies + _LEAST_STEPS * needed.gradients
 
 
 class Following:

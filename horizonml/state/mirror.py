@@ -199,12 +199,8 @@ class Mirror:
             return None
         found = self._courses[rank].complete(self._state.step) if rank in self._courses else None
         if found is None:
-            return self._state.step if self._from_the_start else None
+            return self._state.step if self._begun == 0 else None  # at step 0 everyone knew everyone's state
         return self._state.step - found
-
-    @property
-    def _from_the_start(self) -> bool:
-        return self._begun == 0
 
     def _set_out(self, step: int) -> None:
         """Agree on which rank sends what, and when."""

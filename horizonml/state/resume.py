@@ -104,7 +104,7 @@ class Resumption:
         problems: list[str] = []
         away: list[str] = []
         for name in self._names():
-            seen = self._look_around(name)
+            seen = self.group.exchange(self._look_at(name))
             damaged = [problem for there in seen for problem in there.problems]
             for problem in damaged:
                 _log.warning("%s; a copy, or the checkpoint before, is used instead", problem)
@@ -140,7 +140,7 @@ class Resumption:
         for name in self._names():
             if step_of(Path(name)) <= step:
                 return None
-            for having in _versions(self._look_around(name)):
+            for having in _versions(self.group.exchange(self._look_at(name))):
                 with suppress(CheckpointError):
                     metadata, _ = self._locate(self.folder / name, having)
                     return metadata.step
@@ -153,9 +153,6 @@ class Resumption:
         )
         names = {name for there in found for name in there if is_folder_name(name)}
         return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
-
-    def _look_around(self, name: str) -> list[_Seen]:
-        return self.group.exchange(self._look_at(name))
 
     def _look_at(self, name: str) -> _Seen:
         """Return which version of a checkpoint is on this rank's disk, and which of its shards are intact."""

@@ -372,7 +372,8 @@ class TrainState:
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold tensors received from another rank, by name; `take` makes their layers."""
-        layers = {layer: self._slice(layer) for layer in {self.layer_of(key) for key in tensors}}
+        chain = self.model.chain
+        layers = {n: chain.slice(n, n + 1).state_dict(keep_vars=True) for n in {self.layer_of(key) for key in tensors}}
         for key, tensor in tensors.items():
             name, entry = named(key)
             if entry is not None:
@@ -381,10 +382,6 @@ class TrainState:
             like = layers[self._layers[name]][name]
             is_parameter = isinstance(like, nn.Parameter)
             self._received[name] = nn.Parameter(tensor, like.requires_grad) if is_parameter else tensor
-
-    def _slice(self, layer: int) -> dict[str, Tensor]:
-        """Return a layer's parameters and buffers as the model describes them."""
-        return self.model.chain.slice(layer, layer + 1).state_dict(keep_vars=True)
 
     def load(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """Read the values of all that is held from `read(name)`, in place; `names` are the names that can be read.

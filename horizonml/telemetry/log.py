@@ -185,8 +185,8 @@ class Tail:
     """Reads one file from where the last reading has ended: whole lines only, and nothing twice."""
 
     path: Path
+    offset: int = 0  # where the next reading begins
     damaged: int = 0  # lines that are no JSON object; they are skipped
-    _offset: int = 0
     _file: tuple[int, int] | None = None  # which file was read
     _rest: bytes = b""  # of a line that has not ended
     _time: float = 0.0  # of the newest record that has one
@@ -198,7 +198,7 @@ class Tail:
             now = self.path.stat()
         except OSError:
             return self._file is not None
-        return self._file not in (None, (now.st_dev, now.st_ino)) or now.st_size < self._offset
+        return self._file not in (None, (now.st_dev, now.st_ino)) or now.st_size < self.offset
 
     def read(self) -> Iterator[tuple[float, dict[str, object]]]:
         """Yield the lines that were added, each with its time: that of the line before it if it has none itself."""
@@ -220,11 +220,11 @@ class Tail:
                     return b""
                 if self._file is None:
                     self._file = now.st_dev, now.st_ino
-                file.seek(self._offset)
+                file.seek(self.offset)
                 chunk = file.read(_CHUNK)
         except OSError:  # it was moved away, or its disk is gone; `is_replaced` tells
             return b""
-        self._offset += len(chunk)
+        self.offset += len(chunk)
         return chunk
 
     def _parse(self, line: bytes) -> dict[str, object] | None:

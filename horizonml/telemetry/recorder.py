@@ -67,10 +67,6 @@ class Display:
         """End the display."""
 
 
-class Silent(Display):
-    """Shows nothing, on all ranks except the first."""
-
-
 class _Window:
     """Averages over the last steps."""
 
@@ -183,7 +179,7 @@ def display_for(rank: int, epochs: int, steps: int, done: int, unigram: float | 
     `unigram` is shown beside the perplexity of a language model.
     """
     if rank != 0:
-        return Silent()
+        return Display()
     return Bar(epochs, steps, done, unigram) if sys.stdout.isatty() else Lines(epochs, steps, unigram)
 
 
@@ -403,27 +399,12 @@ class Recorder:
 
         def record() -> None:
             seconds, repeated = time.monotonic() - outage.began, max(0, outage.step - step)
-            self.recovery(generation, outage.lost, outage.silent_seconds, seconds, repeated, source)
+            lost, silent = outage.lost, outage.silent_seconds
+            self._write(RecoveryRecord(time.time(), generation, lost, seconds, repeated, source, silent))
+            if self._metrics is not None:
+                self._metrics.recovered(seconds, repeated, source)
 
         self._at_next_step = record
-
-    def recovery(
-        self,
-        generation: int,
-        lost: Sequence[int],
-        silent_seconds: float | None,
-        seconds: float,
-        steps_repeated: int,
-        source: StateSource,
-    ) -> None:
-        """Record that training goes on after a loss; call this when the first step of the new group has ended.
-
-        `lost` are the ranks that were lost, by the numbers that they were started with; `seconds` have passed since
-        their loss was known here. The metrics are told, too.
-        """
-        self._write(RecoveryRecord(time.time(), generation, lost, seconds, steps_repeated, source, silent_seconds))
-        if self._metrics is not None:
-            self._metrics.recovered(seconds, steps_repeated, source)
 
     def skip(self) -> None:
         """Exclude what happened since the last step (an evaluation, a checkpoint) from every step."""

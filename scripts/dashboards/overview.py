@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.panel import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RED,
-    SAMPLES_PER_SECOND,
-    Panel,
-    curves,
-    number,
-    per_rank,
-)
+from dashboards.panel import BLUE, GREEN, ORANGE, RED, SAMPLES_PER_SECOND, Panel, curves, number, per_rank
 from dashboards.queries import AGE, BY, JOB, PHASE_SECONDS, PHASES, SAMPLES, each, least, most
 
 WAITED_FOR = f"sum by ({BY}, peer) (horizonml_waiting_for_rank{{{JOB}}})"

@@ -28,12 +28,12 @@ class LateCopy:
         self.host = torch.empty_like(source.detach().inner, memory_format=torch.contiguous_format)
         self._source, self._soon = source.detach(), soon
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         if self._soon:
-            self.wait()
+            self.synchronize()
         return self._soon
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.host.copy_(self._source.inner)
 
 
@@ -42,9 +42,10 @@ class LateStaging(Overlapping):
 
     late: ClassVar[int] = 0  # copies that were begun by this process
 
-    def _begin_copy(self, tensor: Tensor) -> LateCopy:
+    def _begin_copy(self, tensor: Tensor) -> tuple[Tensor, LateCopy]:
         LateStaging.late += 1
-        return LateCopy(tensor, LateStaging.late % _EVERY == 0)
+        copy = LateCopy(tensor, LateStaging.late % _EVERY == 0)
+        return copy.host, copy
 
     def to_device(self, tensor: Tensor) -> Tensor:
         assert not isinstance(tensor, Pretended), "what is brought to the device has to be on the host"

@@ -33,7 +33,7 @@ from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.trainer import Training
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.log import read_lines
-from horizonml.telemetry.recorder import Recorder, Silent
+from horizonml.telemetry.recorder import Display, Recorder
 from tests.datasets import Points
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for
@@ -81,7 +81,7 @@ def run(rank: int, world_size: int, store: Store, job: Job) -> tuple[dict[str, T
             info = find_unreadable(job, session, data, lambda text: None)
             data = Data(info, data.train, data.held_out, data.draws)
         recorder = Recorder(
-            job.run_folder / f"{world_size}-rank-{rank}.jsonl", Silent(), run_info(job, session.plan, rank), 1
+            job.run_folder / f"{world_size}-rank-{rank}.jsonl", Display(), run_info(job, session.plan, rank), 1
         )
         assert Training(job, session, data, None, recorder, StopRequest()).run() is Outcome.COMPLETE
         recorder.close("done")

@@ -31,7 +31,7 @@ from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
-from horizonml.telemetry.recorder import Recorder, Silent
+from horizonml.telemetry.recorder import Display, Recorder
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import agreed_state, session_for
 from tests.distributed.test_training import HYBRID3, Kind, equal, run, whole
@@ -207,7 +207,7 @@ def disagreeing(rank: int, world_size: int, store: Store, folder: Path) -> tuple
     job = parse(f"{{epochs: 50, batch_size: 24, {stop}}}", "job", [f"folder={folder}"])
     plan = Plan((Stage(0, 2, (0,), (1.0,)), Stage(2, 5, (1,), (1.0,))), micro_batches=2)
     data = Data(image_info(2, (1, 1, 1), 61, 13), kind.samples(61), kind.samples(13))
-    recorder = Recorder(folder / f"rank-{rank}.jsonl", Silent(), run_info(job, plan, rank), 0)
+    recorder = Recorder(folder / f"rank-{rank}.jsonl", Display(), run_info(job, plan, rank), 0)
     try:
         session = session_for(plan, kind.model(), group, Sgd(), job.batch_size, Noisy())
         outcome = Training(job, session, data, None, recorder, StopRequest()).run()

@@ -27,7 +27,7 @@ from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.shards import Metadata, read_metadata, steps
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
-from horizonml.telemetry.recorder import Recorder, Silent
+from horizonml.telemetry.recorder import Display, Recorder
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
 from tests.records import run_info
@@ -90,7 +90,10 @@ def run(
     compatible = {"model": job.model.name, "batch_size": job.batch_size}
     checkpoints = Checkpoints(job.run_folder / "checkpoints", group, job.checkpoint.keep, compatible)
     recorder = Recorder(
-        job.run_folder / f"rank-{rank}.jsonl", Silent(), run_info(job, session.plan, rank), job.telemetry.timeline_every
+        job.run_folder / f"rank-{rank}.jsonl",
+        Display(),
+        run_info(job, session.plan, rank),
+        job.telemetry.timeline_every,
     )
     try:
         resumed = checkpoints.resume(session.state, plan)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-from horizonml.cli.tokens import _MANIFEST
 from horizonml.job.schema import Job
 from horizonml.kube.render import ManifestSettings, render, secret
 from horizonml.security.token import make_token, parse_token
@@ -95,7 +94,6 @@ def test_every_way_makes_the_secret_that_the_pods_mount() -> None:
     token = make_token()
     made = [
         yaml.safe_load(run(sys.executable, "-I", "-S", str(SCRIPT), "secret", "digits").stdout),
-        yaml.safe_load(_MANIFEST.format(name="digits", token=token.text)),
         secret("digits-token", token),
     ]
     for document in made:

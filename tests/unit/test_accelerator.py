@@ -19,7 +19,7 @@ from horizonml.machine.host import available_cores
 from horizonml.planner.devices import load_cluster, read_profile, write_cluster
 from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.runtime.checks import Capacity, find_hosts, use_device
-from horizonml.runtime.planning import _here, plan_job
+from horizonml.runtime.planning import _on_this_machine, plan_job
 
 
 class Gpu(Compute):
@@ -97,7 +97,7 @@ def test_the_environment_overrides_the_job_which_ranks_need_not_have_in_common(
 
 def test_a_plan_for_this_machine_is_for_the_devices_that_its_ranks_would_take(gpus: list[str]) -> None:
     job, said = parse("{parallel: {strategy: auto, workers: 3}}", "job.yaml"), list[str]()
-    places = _here(job, said.append)
+    _, places = _on_this_machine(job, said.append)
     assert [one.label for one in places.devices] == ["cuda:0", "", ""]
     assert [(host.ranks, host.cores) for host in places.hosts] == [((0,), 1.0), ((1, 2), available_cores())]
     assert places.hosts[0].memory == 6 * 2.0**30

@@ -223,7 +223,7 @@ def two_inputs() -> tuple[Trained, ComparedSamples]:
     trained = Trained(TwoInputs().eval(), job(), info, Classification(), input, Path("none"), check(GOOD, Path("none")))
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randint(0, 11, (6, 6), generator=generator), torch.ones(6, 6)
-    return trained, ComparedSamples(inputs, "6 samples", True)
+    return trained, ComparedSamples(inputs, "6 samples")
 
 
 def test_several_inputs_and_outputs_keep_their_names(tmp_path: Path) -> None:

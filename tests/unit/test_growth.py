@@ -6,23 +6,10 @@ from typing import Any
 import pytest
 
 from horizonml.rendezvous.members import Complete, Formed
-from horizonml.rendezvous.messages import (
-    Departure,
-    Farewell,
-    GivenNumber,
-    NumberRequest,
-)
+from horizonml.rendezvous.messages import Departure, Farewell, GivenNumber, NumberRequest
 from horizonml.rendezvous.refusals import Crashes
 from horizonml.rendezvous.roster import Roster
-from tests.rosters import (
-    LOST_PEER,
-    alive,
-    come_back,
-    formed,
-    gather,
-    rank,
-    survivor,
-)
+from tests.rosters import LOST_PEER, alive, come_back, formed, gather, rank, survivor
 
 
 def test_a_first_meeting_begins_with_the_least_number_of_ranks_when_no_further_one_comes() -> None:

@@ -180,7 +180,7 @@ def test_a_rank_that_died_before_its_orders_is_ended_all_the_same(tmp_path: Path
 
 def device(name: str, state: DeviceState = DeviceState.READY, **more: Any) -> Device:
     beat = DeviceBeat(secrets.token_hex(16), DeviceInfo(name, 4.0, 1 << 30), state, **more)
-    return Device(beat, "127.0.0.1:50", 0.0, 1)
+    return Device(beat, "127.0.0.1", 0.0, 1)
 
 
 def test_what_devices_say_cannot_paint_the_terminal() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,16 +147,15 @@ def test_only_the_part_of_a_sum_counts_that_outlasts_its_delay() -> None:
     size = synced_bytes(problem, Sync.ALL_REDUCE, 0, 6)
     assert Ring(problem, (0, 1)).seconds(size) == pytest.approx(0.6)
 
-    def added(**local: int) -> float:
-        return outer_cost(problem, replicas(Local(**local)), 0.1).waiting
+    def added(**local: Any) -> float:
+        return outer_cost(problem, replicas(Local(**local)), 0.1)[0]
 
     assert added(every=8) == pytest.approx(0.6 / 8)
     assert added(every=16) == pytest.approx(0.6 / 16)
     assert added(every=8, delay=4) == pytest.approx(0.2 / 8)
     assert added(every=8, delay=6) == pytest.approx(0.0)
     assert added(every=8, fragments=4, delay=1) == pytest.approx(4 * 0.05 / 8)
-    coded = outer_cost(problem, replicas(Local(8, format="int4")), 0.1)
-    assert coded.waiting == pytest.approx(FORMATS["int4"].ratio * 0.6 / 8)
+    assert added(every=8, format="int4") == pytest.approx(FORMATS["int4"].ratio * 0.6 / 8)
     together = judge(problem, replicas(None)).prediction.seconds
     assert judge(problem, replicas(Local(8, 4, 1))).prediction.seconds < together
 

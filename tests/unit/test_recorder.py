@@ -9,14 +9,14 @@ from horizonml.telemetry.lifeline import Lifeline, Trace
 from horizonml.telemetry.log import JsonLines, read_lines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import StateSource
-from horizonml.telemetry.recorder import Recorder, Silent
+from horizonml.telemetry.recorder import Display, Recorder
 from tests.distributed.processes import wait_for
 from tests.unit.test_metrics import INFO, STEP, values
 
 
 def test_recoveries_are_recorded_counted_and_read_back(tmp_path: Path) -> None:
     metrics, path = Metrics(3), tmp_path / "rank-1.jsonl"
-    recorder = Recorder(path, Silent(), INFO, 0, metrics)
+    recorder = Recorder(path, Display(), INFO, 0, metrics)
     recorder.step(STEP, 7, 1, 64, 0.1)
     recorder.recovery(3, [0, 2], None, 1.5, 1, StateSource.REPLICA)
     recorder.checkpoint_skipped(7)
@@ -34,7 +34,7 @@ def test_the_lifeline_follows_the_steps_that_are_recorded(tmp_path: Path) -> Non
     lifeline, path = Lifeline(tmp_path, 3), tmp_path / ".places" / "rank-3.lifeline"
     lifeline.begin(2)
     lifeline.expected(INFO.expected_memory)
-    recorder = Recorder(tmp_path / "rank-3.jsonl", Silent(), INFO, 0, None, None, lifeline)
+    recorder = Recorder(tmp_path / "rank-3.jsonl", Display(), INFO, 0, None, None, lifeline)
     recorder.step(STEP, 41, 1, 64, 0.1)
     wait_for(lambda: Trace.read(path).step == 41, "the newest step in the lifeline")
     assert Trace.read(path).expected == pytest.approx(6e8)

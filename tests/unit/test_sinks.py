@@ -18,7 +18,7 @@ from horizonml.errors import JobError
 from horizonml.telemetry.fields import Point
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.record import StateSource, StepRecord
-from horizonml.telemetry.recorder import Recorder, Silent
+from horizonml.telemetry.recorder import Display, Recorder
 from horizonml.telemetry.run_info import RunInfo
 from horizonml.telemetry.sinks import Feed, Feeds, check_packages, scalars
 from horizonml.telemetry.spec import TelemetrySpec
@@ -141,7 +141,7 @@ def test_a_finished_run_is_shown_as_it_was_recorded(tmp_path: Path) -> None:
 
 def record_run(folder: Path, feeds: Feeds | None, generation: int, start: int, stop: int) -> None:
     info = replace(LEAD, generation=generation, resumed_at=start)
-    recorder = Recorder(folder / "rank-0.jsonl", Silent(), info, 0, feeds=feeds)
+    recorder = Recorder(folder / "rank-0.jsonl", Display(), info, 0, feeds=feeds)
     for number in range(start + 1, stop + 1):
         totals = replace(STEP.totals, loss=generation + 1 / number)
         recorder.step(replace(STEP, wall=0.2 + generation, totals=totals), number, 1, 64, 0.1)

@@ -16,14 +16,7 @@ from dataclasses import fields
 import psutil
 import pytest
 
-from horizonml.comm.tunnel.addresses import (
-    Target,
-    TunnelAnswer,
-    is_portable,
-    own_address,
-    stand_in_address,
-    vouch,
-)
+from horizonml.comm.tunnel.addresses import Target, TunnelAnswer, is_portable, own_address, stand_in_address, vouch
 from horizonml.comm.tunnel.client import Tunnel, TunnelGone, TunnelUsage
 from horizonml.errors import SecurityError
 from horizonml.security.tls import client_context

@@ -62,7 +62,7 @@ class Visitor:
     """A device as others see it: a connection, and what it says there."""
 
     def __init__(self, devices: Devices, number: int, **changes: Any) -> None:
-        self.devices, self.peer = devices, Peer(f"10.0.0.{number}:5000")
+        self.devices, self.peer = devices, Peer(f"10.0.0.{number}:5000", f"10.0.0.{number}")
         self.beat = DeviceBeat(f"{number:032x}", replace(DEVICE, name=f"pi-{number}"), DeviceState.READY)
         self.beat = replace(self.beat, **changes)
 
@@ -250,12 +250,12 @@ def test_what_a_device_says_is_checked_and_changes_nothing_if_it_is_wrong() -> N
     ):
         request = fields_of(Visitor(run, 1).beat) | {field: value}
         with pytest.raises(ValueError, match=words):
-            ask(run, Peer("10.0.0.1:1"), "device", **request)
+            ask(run, Peer("10.0.0.1:1", "10.0.0.1"), "device", **request)
     assert run.present() == []
 
 
 def test_echoes_are_bounded() -> None:
-    run, peer = gathering(), Peer("10.0.0.1:1")
+    run, peer = gathering(), Peer("10.0.0.1:1", "10.0.0.1")
     assert ask(run, peer, "echo", payload="x" * MOST_CHUNK, back=10)() == {"payload": "0" * 10}
     for request in ({"payload": "x" * (3 * MOST_CHUNK)}, {"back": 3 * MOST_CHUNK}, {"back": True}, {"payload": 1}):
         with pytest.raises(ValueError, match="must be"):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from horizonml.api.exports import formats
 from horizonml.api.exports.card import Subject, write_card
 from horizonml.api.exports.formats import AUTO, ExportFormat, check_weights, choose_format, find_samples, noise
-from horizonml.api.exports.trained import info_of, job_of, load_trained, mapped_weights, refuse_incomplete_data
+from horizonml.api.exports.trained import Trained, info_of, job_of, load_trained, mapped_weights, refuse_incomplete_data
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import CheckpointError, DataError, ExportError, JobError
 from horizonml.files import cache_folder, staged, write_atomically
@@ -63,11 +64,15 @@ def export(
     if verify < 0:
         raise JobError(f"--verify: {verify} is negative; 0 leaves the comparison out")
     chosen.require_packages()
-    kind = _Graph if chosen.has_graph else _Weights
-    source = kind(Path(checkpoint), chosen, verify, overrides, average)
+    source = Path(checkpoint)
+    write: Callable[[Path], Subject]
+    if not chosen.has_graph:
+        write = _Weights(source, chosen, verify, overrides, average).write
+    else:
+        write = partial(_write_graph, load_trained(source, overrides, average=average), chosen, verify)
     try:
         with staged(target) as draft:
-            about = source.write(draft)
+            about = write(draft)
             text = write_card(about) if card and about.job is not None else None
         if text is not None:
             write_atomically(card_of(target), text.encode())
@@ -131,35 +136,20 @@ class _Weights:
         return load_file(draft)
 
 
-class _Graph:
-    """Builds the model, records its computation, and compares."""
+def _write_graph(trained: Trained, format: ExportFormat, verify: int, draft: Path) -> Subject:
+    """Record the model's computation, write it, and compare.
 
-    def __init__(
-        self, source: Path, format: ExportFormat, verify: int, overrides: Sequence[str], average: bool | None
-    ) -> None:
-        self._format, self._verify = format, verify
-        self._trained = load_trained(source, overrides, average=average)
-
-    def write(self, draft: Path) -> Subject:
-        """Write and verify the file. Raises OSError, or ExportError if it does not compute what the model does."""
-        trained = self._trained
-        if self._verify:
-            samples = find_samples(trained.job.data, trained.info, self._verify, cache_folder() / "data")
-        else:
-            samples = noise(trained.info, 1, "nothing is verified")
-        formats.write(self._format, trained, samples, draft)
-        check = "not verified"
-        if self._verify:
-            check = f"{samples.words}: {formats.verify(self._format, trained, samples, draft).words()}"
-        values = sum(tensor.numel() for tensor in trained.module.state_dict().values())
-        return Subject(
-            draft,
-            self._format,
-            trained.path,
-            trained.metadata,
-            trained.job,
-            trained.info,
-            values,
-            check,
-            trained.averaged,
-        )
+    Raises OSError, or ExportError if the file does not compute what the model does.
+    """
+    if verify:
+        samples = find_samples(trained.job.data, trained.info, verify, cache_folder() / "data")
+    else:
+        samples = noise(trained.info, 1, "nothing is verified")
+    formats.write(format, trained, samples, draft)
+    check = "not verified"
+    if verify:
+        check = f"{samples.words}: {formats.verify(format, trained, samples, draft).words()}"
+    values = sum(tensor.numel() for tensor in trained.module.state_dict().values())
+    return Subject(
+        draft, format, trained.path, trained.metadata, trained.job, trained.info, values, check, trained.averaged
+    )

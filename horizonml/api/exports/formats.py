@@ -286,7 +286,6 @@ class ComparedSamples:
 
     inputs: tuple[Tensor, ...]  # in the order of `DataInfo.inputs`
     words: str
-    real: bool  # whether they are from the data set
 
     def rows(self, start: int, stop: int) -> tuple[Tensor, ...]:
         """Return some of the samples."""
@@ -307,22 +306,16 @@ def find_samples(spec: DataSpec, info: DataInfo, number: int, cache: Path) -> Co
     except (HorizonError, OSError) as error:
         return noise(info, number, f"the held-out data cannot be read: {error}")
     inputs = (found,) if isinstance(found, Tensor) else tuple(found)
-    return ComparedSamples(
-        inputs,
-        f"{count(len(inputs[0]), 'held-out sample')} of {spec.folder if spec.name == 'folder' else spec.name}",
-        True,
-    )
+    title = spec.folder if spec.name == "folder" else spec.name
+    return ComparedSamples(inputs, f"{count(len(inputs[0]), 'held-out sample')} of {title}")
 
 
 def noise(info: DataInfo, number: int, why: str) -> ComparedSamples:
     """Return samples of noise, the same ones every time."""
     generator = torch.Generator().manual_seed(name_seed(0, "export"))
-    inputs = tuple(_noise(spec, name, info, number, generator) for spec, name in _named(info))
-    return ComparedSamples(inputs, f"{count(number, 'sample')} of noise ({why})", False)
-
-
-def _named(info: DataInfo) -> list[tuple[TensorSpec, str]]:
-    return list(zip(info.inputs, info.names or [""] * len(info.inputs), strict=True))
+    names = info.names or [""] * len(info.inputs)
+    inputs = tuple(_noise(spec, name, info, number, generator) for spec, name in zip(info.inputs, names, strict=True))
+    return ComparedSamples(inputs, f"{count(number, 'sample')} of noise ({why})")
 
 
 def _noise(spec: TensorSpec, name: str, info: DataInfo, number: int, generator: torch.Generator) -> Tensor:

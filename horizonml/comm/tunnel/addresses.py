@@ -197,13 +197,9 @@ class TunnelAnswer(enum.IntEnum):
 
     @property
     def words(self) -> str:
-        """Return it for people."""
-        match self:
-            case TunnelAnswer.CONNECTED:
-                return "connected"
-            case TunnelAnswer.NOBODY:
-                return "no rank of that machine's user listens there (any more)"
-        return "that machine carries as many connections as it can"
+        """Return for people why no connection came about."""
+        full = "that machine carries as many connections as it can"
+        return full if self is TunnelAnswer.FULL else "no rank of that machine's user listens there (any more)"
 
 
 @dataclass(frozen=True)

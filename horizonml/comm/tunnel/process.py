@@ -149,13 +149,14 @@ class Carrier:
             return
         while True:
             try:
-                listener = _listen(where)
+                listener = socket.create_server(where[1], family=where[0], backlog=512)
             except OSError as error:
                 # Whoever stands by goes on trying: the machine's address may be gone for a moment.
                 if error.errno != errno.EADDRINUSE and self.serving != "standby":
-                    self.serving, self.reason = "failed", error.strerror or str(error)
+                    self.serving, self.reason = "failed", os.strerror(error.errno or errno.EIO)
                     return
             else:
+                listener.setblocking(False)
                 self._listener, self.serving = listener, "yes"
                 self._loop.add_reader(listener, self._accept)
                 return
@@ -256,16 +257,10 @@ class Carrier:
         is_own = is_portable() or listener_of(kernel_table(), target.address, target.port) == os.geteuid()
         if not is_own or not is_vouched_for(self._token, target.address, target.port):
             return TunnelAnswer.NOBODY, None
-        near = socket.socket()
-        near.setblocking(False)
         try:
-            await self._loop.sock_connect(near, (target.address, target.port))
-        except BaseException as error:
-            near.close()
-            if not isinstance(error, OSError):
-                raise
+            return TunnelAnswer.CONNECTED, await self._connect((socket.AF_INET, (target.address, target.port)))
+        except OSError:
             return TunnelAnswer.NOBODY, None
-        return TunnelAnswer.CONNECTED, near
 
     def _carry(self, near: socket.socket, far: SecureEnd) -> None:
         self.cipher = far.cipher
@@ -366,20 +361,6 @@ def _resolve(host: str, port: int) -> Address:
     """Return the family and the target of a numeric address. Raises OSError."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
     return int(family), target  # type: ignore[return-value]
-
-
-def _listen(where: Address) -> socket.socket:
-    """Return a socket that listens for other machines. Raises OSError."""
-    listener = socket.socket(where[0], socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setblocking(False)
-        listener.bind(where[1])
-        listener.listen(512)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def _words(error: Exception) -> str:

@@ -223,7 +223,10 @@ class _Gather(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """Holds a part of a convolution or linear layer under the layer's own name."""
+    """Holds a part of a convolution or linear layer under the layer's own name.
+
+    By itself it is a depthwise convolution within a pair, which uses only this member's channels.
+    """
 
     def __init__(self, whole: nn.Conv2d | nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -241,6 +244,9 @@ class _Layer(nn.Module):
         stride, padding, dilation = self._convolution
         groups = value.shape[1] if self._depthwise else 1
         return functional.conv2d(value, self.weight, bias, stride, padding, dilation, groups)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.apply_to(value, self.bias)
 
 
 class _ColwiseParallel(_Layer):
@@ -260,13 +266,6 @@ class _ColwiseParallel(_Layer):
         bounds, member = self.gathered.bounds, self.gathered.member
         whole: Tensor = _Gather.apply(result, self.exchange, self.dim, bounds, member)  # type: ignore[no-untyped-call]
         return whole
-
-
-class _Between(_Layer):
-    """Computes a depthwise convolution within a pair, which uses only this member's channels."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.apply_to(value, self.bias)
 
 
 class _RowwiseParallel(_Layer):
@@ -335,7 +334,7 @@ class Channels(AllReduce):
     def _split_outputs(self, name: str, layer: nn.Conv2d | nn.Linear, alone: bool, between: bool) -> None:
         part = self._part(name, layer.weight.shape[0])
         bias = None if layer.bias is None else part.of(layer.bias)
-        new: _Layer = (_Between if between else _ColwiseParallel)(layer, part.of(layer.weight), bias)
+        new: _Layer = (_Layer if between else _ColwiseParallel)(layer, part.of(layer.weight), bias)
         if isinstance(new, _ColwiseParallel):
             new.exchange, new.gathered = self._exchange, part if alone else None
         self._replace(name, layer, new, {"weight": part} | ({} if bias is None else {"bias": part}))

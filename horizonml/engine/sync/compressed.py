@@ -21,7 +21,8 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,26 +79,6 @@ class HalfAllReduce(Compressed):
             flat.copy_(sent)
 
         return Deferred(take)
-
-
-@dataclass(frozen=True)
-class _HookBucket:
-    """Provides the methods of DDP's buckets that torch's hook calls."""
-
-    flat: Tensor
-    views: Sequence[Tensor]
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def gradients(self) -> list[Tensor]:
-        return list(self.views)
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
 
 
 class PowerSgdAllReduce(Compressed):
@@ -158,7 +139,10 @@ class PowerSgdAllReduce(Compressed):
     def _run_hook(self, flat: Tensor, views: Sequence[Tensor]) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-        self._group.follow(powerSGD_hook(self._state, _HookBucket(flat, views))).wait()  # type: ignore[arg-type]
+        bucket: Any = SimpleNamespace(  # has the methods of DDP's buckets that the hook calls
+            buffer=lambda: flat, gradients=lambda: list(views), index=lambda: 0, is_last=lambda: True
+        )
+        self._group.follow(powerSGD_hook(self._state, bucket)).wait()
         flat.mul_(len(self._members.ranks))
 
 

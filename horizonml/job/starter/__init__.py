@@ -9,13 +9,7 @@ from pathlib import Path
 from horizonml.errors import JobError
 from horizonml.text import nearest
 
-KINDS = {
-    "digits": "handwritten digits, which are part of the package: a first try",
-    "images": "your own images, in a folder for each class",
-    "table": "your own CSV or Parquet files",
-    "text": "a text of your own, for a small GPT",
-    "own": "a torch.utils.data.Dataset of your own",
-}
+KINDS = ("digits", "images", "table", "text", "own")  # what to train on; `horizonml init --help` explains them
 _ABOUT = {
     "job.yaml": "the job: what to train, on which data, and how the work is divided among the ranks",
     "my_model.py": "the network that the job trains",

@@ -7,15 +7,7 @@ backward pass or both of its parts.
 """
 
 from horizonml.plan.schedules import basic, interleaved, zb_interleaved, zb_v
-from horizonml.plan.schedules.actions import (
-    SCHEDULES,
-    Action,
-    Kind,
-    Lanes,
-    evaluation,
-    most_bytes_held,
-    with_update,
-)
+from horizonml.plan.schedules.actions import SCHEDULES, Action, Kind, Lanes, evaluation, most_bytes_held, with_update
 
 __all__ = [
     "SCHEDULES",

@@ -212,9 +212,9 @@ def secret(patient: Patient) -> Iterator[Finding]:
         yield Finding("token", Level.OK, f"token {token.id}")
 
 
-def time_of_day(patient: Patient) -> Iterator[Finding]:
-    """Look whether the clock has been set."""
-    wrong = explain_clocks(None)
+def time_of_day(patient: Patient, ahead: float | None = None) -> Iterator[Finding]:
+    """Look whether the clock has been set; that of another device is so many seconds `ahead`."""
+    wrong = explain_clocks(ahead)
     if wrong is not None:
         yield Finding("clock", Level.WARNING, wrong.rstrip("."))
 
@@ -232,9 +232,7 @@ def peer(patient: Patient, host: str, port: int) -> Iterator[Finding]:
         return
     with closing(Client((host, port), client_context(token) if token is not None else None)) as client:
         yield Finding("peer", Level.OK, f"{there} runs HorizonML {client.version}, and lets this device in")
-        wrong = explain_clocks(client.clock_ahead)
-        if wrong is not None:
-            yield Finding("clock", Level.WARNING, wrong.rstrip("."))
+        yield from time_of_day(patient, client.clock_ahead)
         yield _link(client, there)
     yield from _way(host, port)
 
@@ -260,12 +258,11 @@ def _way(host: str, port: int) -> Iterator[Finding]:
     """Look whether the other ports are let through, and how large packets may be."""
     with suppress(OSError), socket.create_connection((host, port), _ANSWER_SECONDS) as way:
         address, name = way.getpeername()[0], route_to(host, port)[1]
-        probe = AddressProbe([(address, port + 1), (address, port + 2)])
         until = time.monotonic() + _PROBE_SECONDS
-        while probe.silent and time.monotonic() < until:
-            probe.look()
-            time.sleep(0.02)
-        probe.close()
+        with closing(AddressProbe([(address, port + 1), (address, port + 2)])) as probe:
+            while probe.silent and time.monotonic() < until:
+                probe.look()
+                time.sleep(0.02)
         if probe.silent:
             silent = some([str(one) for _, one in sorted(probe.silent)])
             yield Finding(

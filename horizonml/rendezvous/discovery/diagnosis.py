@@ -21,6 +21,9 @@ from horizonml.text import rough_time
 CLOCKS_DIFFER = 60.0  # seconds
 _OLDEST = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC).timestamp()  # before this, a clock has not been set
 _MOST_NAMED = 5
+_COPY_HERE = f"copy the file ~/.config/horizonml/token from there, or set ${TOKEN}."
+_COPY_THERE = "if it is yours, copy its file ~/.config/horizonml/token to this device."
+_SAME = "install the same version on both."
 
 
 def explain_misfits(found: Sequence[FoundService], token_id: str, version: str) -> list[str]:
@@ -38,21 +41,13 @@ def _why_not(service: FoundService, token_id: str, version: str) -> str:
     place = f"{service.name} at {service.host}:{service.port}"
     if service.token_id != token_id:
         if not token_id:
-            return (
-                f"{place} has a token ({service.token_id}), and this device has none: copy the file "
-                "~/.config/horizonml/token from there, or set $HORIZONML_TOKEN."
-            )
+            return f"{place} has a token ({service.token_id}), and this device has none: {_COPY_HERE}"
         if not service.token_id:
             return f"{place} has no token, and this device has one ({token_id}): run `horizonml token` there."
-        return (
-            f"{place} has another token ({service.token_id}) than this device ({token_id}): if it is yours, copy its "
-            "file ~/.config/horizonml/token to this device."
-        )
+        return f"{place} has another token ({service.token_id}) than this device ({token_id}): {_COPY_THERE}"
     if service.version != version:
-        return (
-            f"{place} runs HorizonML {service.version or 'of an unknown version'}, and this device {version}: install "
-            "the same version on both."
-        )
+        theirs = service.version or "of an unknown version"
+        return f"{place} runs HorizonML {theirs}, and this device {version}: {_SAME}"
     return (
         f"{place} has this device's token and version but did not let it join: a firewall there may close port "
         f"{service.port}, or what announced it has ended."
@@ -102,10 +97,7 @@ def diagnose_peer(
         return _misunderstood(host, port, token, seconds, error) or f"{place} cannot be used: {str(error).rstrip('?')}."
     client.close()
     if client.version != version:
-        return (
-            f"{place} runs HorizonML {client.version}, and this device runs {version}: install the same version on "
-            "both."
-        )
+        return f"{place} runs HorizonML {client.version}, and this device runs {version}: {_SAME}"
     return None
 
 
@@ -158,17 +150,11 @@ def _misunderstood(host: str, port: int, token: Token | None, seconds: float, er
     if encrypts is False:
         return f"{place} encrypts, but is not a service of HorizonML: check which port the service has."
     if encrypts and token is None:
-        return (
-            f"{place} has a token, and this device has none: copy the file ~/.config/horizonml/token from there, or "
-            f"set ${TOKEN}."
-        )
+        return f"{place} has a token, and this device has none: {_COPY_HERE}"
     if encrypts and token is not None:
         if not isinstance(error.__cause__, ssl.SSLError):
             return None  # it is not for the token
-        return (
-            f"{place} has another token than this device ({token.id}): if it is yours, copy its file "
-            "~/.config/horizonml/token to this device."
-        )
+        return f"{place} has another token than this device ({token.id}): {_COPY_THERE}"
     if token is None:
         return None
     try:

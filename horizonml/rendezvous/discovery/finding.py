@@ -17,16 +17,12 @@ from horizonml import __version__
 from horizonml.errors import JobError, RendezvousError
 from horizonml.machine.network import rate_to, service_address
 from horizonml.rendezvous.client import Client, ServiceError
-from horizonml.rendezvous.device_messages import (
-    JobOffer,
-)
+from horizonml.rendezvous.device_messages import JobOffer
 from horizonml.rendezvous.discovery.checkup import explain_silence
 from horizonml.rendezvous.discovery.diagnosis import diagnose_peer, explain_clocks, explain_misfits
 from horizonml.rendezvous.discovery.records import PORT, FoundService
 from horizonml.rendezvous.discovery.service import browse
-from horizonml.rendezvous.messages import (
-    Nothing,
-)
+from horizonml.rendezvous.messages import Nothing
 from horizonml.rendezvous.wire import fields_of, read
 from horizonml.security.tls import client_context
 from horizonml.security.token import Token

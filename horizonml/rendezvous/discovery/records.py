@@ -20,9 +20,7 @@ from pathlib import Path
 
 from horizonml import __version__
 from horizonml.machine.host import available_cores, device_name, memory_limit, processor_name
-from horizonml.rendezvous.device_messages import (
-    DeviceInfo,
-)
+from horizonml.rendezvous.device_messages import DeviceInfo
 from horizonml.rendezvous.discovery.multicast import Interface, reachable
 from horizonml.text import shown
 

@@ -75,7 +75,7 @@ class Announcement:
         self._text = records.text(self.name, token_id, version, job, pairing)
         self._instance = records.instance(self.name)
         self._ready, self._end = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="announcement", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._announce()), name="announcement", daemon=True)
 
     def __enter__(self) -> Announcement:
         """Announce the service; the others know it when this returns, unless there is a `problem`."""
@@ -88,9 +88,6 @@ class Announcement:
         """Take the announcement back, so that nobody tries to connect any more."""
         self._end.set()
         self._thread.join(_END_SECONDS)
-
-    def _work(self) -> None:
-        asyncio.run(self._announce())
 
     async def _announce(self) -> None:
         """Announce the service until the end, anew whenever the interfaces have changed."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.report import charts
-from horizonml.report.bench.compare import MEASURED, strategy_changes
+from horizonml.report.bench.compare import short_run, strategy_changes
 from horizonml.report.bench.study import Case, Factors, Study, failures, warnings, where
 from horizonml.report.section import Picture, ReportTable, Section
 from horizonml.text import count, human_bytes, human_seconds, percent
@@ -23,16 +23,7 @@ def cases(
     for repeat in range(repeats):
         for model in models:
             for size in sizes:
-                changes = {
-                    **strategy_changes(strategy, workers),
-                    "model.name": model,
-                    "batch_size": size,
-                    "epochs": 1,
-                    "steps": None,
-                    "data.samples": size * steps,
-                    "data.holdout": min(0.9, max(1e-6, 16 / (size * steps))),
-                    **MEASURED,
-                }
+                changes = {**strategy_changes(strategy, workers), "model.name": model, **short_run(size, steps, 16)}
                 factors = Factors(model=model, strategy=strategy, batch_size=size, repeat=repeat)
                 name = f"{model}-{size}" + (f"-repeat{repeat}" if repeats > 1 else "")
                 found.append(Case(name, changed(job, changes), factors, float(size * steps)))

@@ -64,6 +64,14 @@ def cases(job: Job, strategies: Sequence[str], samples: Sequence[int], workers: 
 MEASURED: dict[str, object] = {"early_stop.patience": None, "checkpoint.enabled": False, "checkpoint.keep_best": None}
 
 
+def short_run(batch: int, steps: int, held_out: int) -> dict[str, object]:
+    """Return the changes that make a job one epoch of so many steps, with about as many held-out samples as given."""
+    samples = batch * steps
+    share = min(0.9, max(1e-6, held_out / samples))
+    sizes = {"batch_size": batch, "epochs": 1, "steps": None, "data.samples": samples, "data.holdout": share}
+    return {**sizes, **MEASURED}
+
+
 def strategy_changes(strategy: str, workers: int) -> dict[str, object]:
     """Return the changes that give a job another strategy, and change nothing else that matters to the result."""
     limits = facts_of(strategy)

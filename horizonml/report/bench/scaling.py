@@ -11,7 +11,7 @@ from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.plan.plan import facts_of
 from horizonml.report import charts
-from horizonml.report.bench.compare import MEASURED, strategy_changes
+from horizonml.report.bench.compare import short_run, strategy_changes
 from horizonml.report.bench.study import (
     Case,
     CaseResult,
@@ -44,16 +44,7 @@ def cases(
                 if count < facts_of(strategy).min_workers:
                     continue
                 batch = job.batch_size * (count if mode is ScalingMode.WEAK else 1)
-                changes = {
-                    **strategy_changes(strategy, count),
-                    "batch_size": batch,
-                    "epochs": 1,
-                    "steps": None,
-                    "data.samples": batch * steps,
-                    "data.holdout": min(0.9, max(1e-6, 64 / (batch * steps))),
-                    "parallel.threads": 1,
-                    **MEASURED,
-                }
+                changes = {**strategy_changes(strategy, count), **short_run(batch, steps, 64), "parallel.threads": 1}
                 factors = Factors(strategy=strategy, workers=count, repeat=repeat)
                 name = f"{strategy}-{count}" + (f"-repeat{repeat}" if repeats > 1 else "")
                 found.append(Case(name, changed(job, changes), factors, float(batch * steps)))

@@ -243,7 +243,8 @@ def run_study(
     cases = [dataclasses.replace(case, emulated=settings.emulated) for case in cases]
     entries = [CaseEntry(name=case.name, factors=case.factors, digest=case.digest) for case in cases]
     Manifest(kind=kind, settings=settings, environment=Environment.here(), cases=entries).write(folder)
-    done = {} if fresh else _done(cases, folder)
+    ended = {case.name: read_completion(folder / "runs" / case.name, case.digest) for case in cases if not fresh}
+    done = {name: one for name, one in ended.items() if one is not None and one.error is None}
     if done:
         say(f"{len(done)} of {len(cases)} runs in {folder} are done already (--fresh does them again)")
     left = sum(case.work for case in cases if case.name not in done)
@@ -259,15 +260,6 @@ def run_study(
             return None
         spent, finished, left = spent + completion.seconds, finished + case.work, left - case.work
     return load_study(folder)
-
-
-def _done(cases: Sequence[Case], folder: Path) -> dict[str, CaseCompletion]:
-    found = {}
-    for case in cases:
-        completion = read_completion(folder / "runs" / case.name, case.digest)
-        if completion is not None and completion.error is None:
-            found[case.name] = completion
-    return found
 
 
 def _run_case(case: Case, folder: Path, first: bool, say: Callable[[str], None]) -> CaseCompletion | None:

@@ -148,11 +148,8 @@ def _links(members: list[LiveRank], plan: Plan | None) -> list[dict[str, object]
         return []
     sent = {member.rank: member.sent for member in members}
     received = {member.rank: member.received for member in members}
-    return [_flow(flow) for flow in flows(plan, sent, received)]
-
-
-def _flow(flow: Flow) -> dict[str, object]:
-    return {"from": flow.sender, "to": flow.receiver, "what": flow.what, "flow": flow.rate}
+    found = flows(plan, sent, received)
+    return [{"from": one.sender, "to": one.receiver, "what": one.what, "flow": one.rate} for one in found]
 
 
 def describe_timeline(run: LiveRun) -> dict[str, object] | None:

@@ -76,7 +76,7 @@ class RunsServer:
     def _list(self) -> Reply:
         """Return how all runs stand; this reads their records."""
         with self._lock:
-            found = [one.to_json() | {"name": Path(one.folder).name} for one in self._runs.poll()]
+            found = [vars(one) | {"name": Path(one.folder).name} for one in self._runs.poll()]
         return json_reply({"folder": str(self._folder), "runs": found})
 
     def _curves(self, request: Request) -> Reply:

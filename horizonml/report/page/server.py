@@ -26,13 +26,7 @@ from horizonml.errors import HorizonError, JobError
 from horizonml.machine.network import is_loopback
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import Series
-from horizonml.report.page.describe import (
-    SimulatedStep,
-    describe_run,
-    describe_timeline,
-    describe_worth,
-    problem_of,
-)
+from horizonml.report.page.describe import SimulatedStep, describe_run, describe_timeline, describe_worth, problem_of
 from horizonml.report.what_if import what_if
 from horizonml.security.token import Token
 from horizonml.telemetry.http import Later, Limits, Reply, Request, WebServer

@@ -25,15 +25,9 @@ from horizonml.machine.code import EXTRAS
 from horizonml.machine.network import FETCH_FROM, SPARE_BYTES, split_address
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.client import ServiceRefuses
-from horizonml.rendezvous.device_messages import (
-    MOST_JOB,
-    DeviceState,
-    JobOffer,
-)
+from horizonml.rendezvous.device_messages import MOST_JOB, DeviceState, JobOffer
 from horizonml.rendezvous.devices import DeviceHeartbeat, Devices
-from horizonml.rendezvous.messages import (
-    Nothing,
-)
+from horizonml.rendezvous.messages import Nothing
 from horizonml.rendezvous.shared_files import FileServer, check_space, fetch, listing
 from horizonml.rendezvous.wire import Fields, fields_of, read
 from horizonml.security.token import Token

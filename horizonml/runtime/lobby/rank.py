@@ -31,6 +31,7 @@ from horizonml.rendezvous.wire import read
 from horizonml.runtime.forkserver import start
 from horizonml.runtime.process import ENDING, TOLD_ABOVE, run_and_exit, why_it_failed
 from horizonml.security.token import INSECURE, TOKEN, Token
+from horizonml.telemetry.log import Tail
 
 if TYPE_CHECKING:
     from horizonml.job.schema import Job
@@ -137,7 +138,6 @@ class Child:
 
 
 _LINE_SECONDS = 10.0
-_MOST_BYTES = 4 << 20  # read at a time
 
 
 class Progress:
@@ -145,9 +145,8 @@ class Progress:
 
     def __init__(self, folder: Path, rank: int) -> None:
         """Follow what the rank writes into the run's folder from now on."""
-        self._path = folder / f"rank-{rank}.jsonl"
-        self._place = self._path.stat().st_size if self._path.exists() else 0
-        self._rest = b""
+        path = folder / f"rank-{rank}.jsonl"
+        self._tail = Tail(path, path.stat().st_size if path.exists() else 0)
         self._told = 0.0
         self.first: float | None = None  # when the first step was done, in seconds since 1970
         self.step = 0
@@ -155,8 +154,11 @@ class Progress:
 
     def look(self) -> str | None:
         """Return a line about the training now and then, and None otherwise."""
-        last: dict[str, Any] | None = None
-        for record in self._new():
+        last: Any = None
+        if self._tail.is_replaced:
+            self._tail = Tail(self._tail.path)
+        record: Any
+        for _, record in self._tail.read():
             if record.get("kind") == "step":
                 last = record
                 self.first = self.first or float(record["time"])
@@ -176,19 +178,6 @@ class Progress:
         if self.first is None:
             return RunProgress()
         return RunProgress(self.step, self._accuracy, max(0.0, time.time() - self.first))
-
-    def _new(self) -> list[dict[str, Any]]:
-        try:
-            with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._place:  # an earlier run was moved away
-                    self._place = 0
-                file.seek(self._place)
-                content = self._rest + file.read(_MOST_BYTES)
-                self._place = file.tell()
-        except OSError:
-            return []
-        *lines, self._rest = content.split(b"\n")
-        return [json.loads(line) for line in lines if line]
 
 
 def main() -> None:

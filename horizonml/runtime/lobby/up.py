@@ -19,10 +19,7 @@ from horizonml.machine.host import NAME, seconds_up
 from horizonml.machine.network import listen, route_to
 from horizonml.machine.relay import PAIRING_ROOM, address_in, used
 from horizonml.machine.signals import StopRequest, handling
-from horizonml.rendezvous.device_messages import (
-    DeviceState,
-    RunOutcome,
-)
+from horizonml.rendezvous.device_messages import DeviceState, RunOutcome
 from horizonml.rendezvous.devices import Device
 from horizonml.rendezvous.discovery.multicast import usable
 from horizonml.rendezvous.discovery.records import measure_gflops, this_device
@@ -347,14 +344,12 @@ def _hint(present: int, wanted: int | None) -> str:
 
 def _shared_files(settings: UpSettings) -> FileServer | None:
     where = needed(settings.job)
-    if where is not None and settings.take_part and not where.path.exists():
+    if where is not None and (settings.take_part or settings.share_data) and not where.path.exists():
         raise JobError(f"{where.field}: {where.path} does not exist")
     if not settings.share_data:
         return None
     if where is None:
         raise JobError("--share-data: this job's data lies in no file or folder of this device; leave the option out")
-    if not where.path.exists():
-        raise JobError(f"{where.field}: {where.path} does not exist")
     return FileServer(where.path)
 
 

@@ -10,10 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from horizonml.rendezvous.device_messages import (
-    DeviceInfo,
-    DeviceState,
-)
+from horizonml.rendezvous.device_messages import DeviceInfo, DeviceState
 from horizonml.rendezvous.devices import Device
 from horizonml.text import human_bytes, printable
 
