@@ -264,10 +264,9 @@ class Group:
         own = _framed(value)
         heads = [torch.zeros(_HEAD, dtype=torch.uint8) for _ in range(self.world_size)]
         self._gather(heads, _padded(own[:_HEAD], _HEAD))
-        most = max(_LEAST_JSON, MOST_JSON // self.world_size)  # each rank's takes as much memory as the longest one
-        sizes = [
-            self._announced(rank, head, most) for rank, head in enumerate(heads)
-        ]  # before memory is taken for them
+        # Before memory is taken for them: each rank's takes as much as the longest one.
+        most = max(_LEAST_JSON, MOST_JSON // self.world_size)
+        sizes = [self._announced(rank, head, most) for rank, head in enumerate(heads)]
         rest = _SIZE + max(sizes) - _HEAD
         texts = heads
         if rest > 0:

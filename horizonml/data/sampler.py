@@ -107,7 +107,7 @@ def hold_out(samples: int, train: int, held_out: int) -> tuple[Tensor, Tensor]:
 
 
 def subset(samples: int, wanted: int, seed: int = SPLIT_SEED) -> Tensor:
-    """Return the indices of the samples to train on, of a training part."""
+    """Return the indices of the wanted number of samples, which the seed draws."""
     return torch.arange(samples) if wanted == samples else _permutation(samples, seed)[:wanted]
 
 

@@ -326,7 +326,7 @@ def _has_form(kind: FieldKind, value: Any) -> bool:
             if not value.isprintable() or len(value) > _MOST_PATH:
                 return False
             return not value.startswith("hub:") or _HUB.fullmatch(value) is not None
-    return True  # the schema has checked it
+    return True  # the schema has checked a VALUE; others need consent, or are not taken over
 
 
 def code_fields(job: Job) -> list[str]:

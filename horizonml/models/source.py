@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sysconfig
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +23,6 @@ from torch import nn
 
 from horizonml.errors import ModelError
 from horizonml.machine.code import find as find_code
-from horizonml.machine.code import is_own_file
 
 _HOW = (
     "name a subclass of torch.nn.Module, or a function of your own that returns one and says so: "
@@ -54,7 +55,7 @@ def _check(name: str, target: Any) -> None:
         raise ModelError(f"model.name: {name} {kind}; {_HOW}")
     returned = _returned(function)
     if returned is None:
-        if not is_own_file(function.__code__.co_filename):
+        if not _is_own(function):
             raise ModelError(
                 f"model.name: {name} does not say that it returns a torch.nn.Module, and comes from "
                 f"{function.__module__}, which is not your own code; {_HOW}"
@@ -86,3 +87,11 @@ def _returned(function: FunctionType) -> Any:
     returned = typing.get_origin(returned) or returned
     bound = getattr(returned, "__bound__", None)  # of a type variable
     return bound or returned
+
+
+def _is_own(function: FunctionType) -> bool:
+    """Return whether a function is neither part of Python nor of an installed package."""
+    file = Path(function.__code__.co_filename)
+    if function.__code__.co_filename.startswith("<frozen") or {"site-packages", "dist-packages"} & set(file.parts):
+        return False
+    return not any(file.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))

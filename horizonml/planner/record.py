@@ -67,6 +67,8 @@ class _Measured:
         return cls(profiles, places, problem.network, copies, last, loading, synced, watts, steps)
 
     def problem(self, job: Job, hosts: tuple[Host, ...]) -> Problem:
+        if len(self.profile_of) != sum(len(host.ranks) for host in hosts):
+            raise ValueError("the profiles are of other ranks")
         profiles = [self.profiles[place] for place in self.profile_of]
         synced = {Sync.named(name).name: sizes for name, sizes in self.synced_bytes.items() if sizes}
         given = self.network, self.optimizer_copies, self.last_batch, synced, self.loading, self.watts, self.steps

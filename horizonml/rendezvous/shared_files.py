@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -113,7 +114,7 @@ def _paths(root: Path) -> dict[str, Path]:
         found = {
             path.relative_to(root).as_posix(): path
             for path in sorted(root.rglob("*"))
-            if not path.is_symlink() and path.is_file() and not _hidden(path.relative_to(root))
+            if not path.is_symlink() and stat.S_ISREG(path.stat().st_mode) and not _hidden(path.relative_to(root))
         }
     if not found:
         raise DataError(f"--share-data: there are no files in {root}")

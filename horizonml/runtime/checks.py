@@ -87,8 +87,8 @@ def proven_cutting(job: Job, model: Model, info: DataInfo, say: Say) -> Cutting:
         return model.cutting
     key = _key(job, model)
     try:
-        return Cutting.from_json(kept.read("cuts", key)["cutting"])
-    except (ValueError, LookupError, TypeError):
+        return Cutting.from_json(json.loads(kept.path_of("cuts", key).read_text())["cutting"])
+    except (OSError, ValueError, LookupError, TypeError):
         _log.debug("no comparison of %s with its layers is known in %s", job.model.name, kept.path_of("cuts", key))
     started = time.monotonic()
     samples, kind = _samples(job, model, info)

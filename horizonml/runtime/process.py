@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,6 @@ from horizonml.errors import (
     is_out_of_memory,
     lacks_temporary_folder,
 )
-from horizonml.machine.code import is_own_file
 from horizonml.machine.host import needs_one_thread
 from horizonml.machine.signals import explain_signal, watch_launcher
 from horizonml.text import escaped, plain_lines
@@ -193,6 +193,15 @@ def own_place(frames: traceback.StackSummary) -> str | None:
     for frame in reversed(frames[ours[0] :] if ours else []):
         if frame.filename.startswith("<eval_with_key>"):
             return f"the model's forward pass, at `{frame.line}`" if frame.line else "the model's forward pass"
-        if not frame.filename.startswith("<string>") and is_own_file(frame.filename):
+        if _is_own(frame.filename):
             return f"{frame.filename}:{frame.lineno} (in {frame.name})"
     return None
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a file of code belongs neither to this package, nor to Python, nor to an installed package."""
+    file = Path(name)
+    if name.startswith(("<frozen", "<string>")) or {"site-packages", "dist-packages"} & {*file.parts}:
+        return False
+    folders = (_PACKAGE, *(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")))
+    return not any(file.is_relative_to(folder) for folder in folders)

@@ -112,7 +112,7 @@ class Checkpoints:
         self._causes: list[str] = []  # of the last failure, as they were told
 
     def announce(self) -> None:
-        """Announce this group in the folder, and remove what earlier ones have left half done; all ranks call this."""
+        """Announce this group in the folder, and remove what earlier ones have left half done."""
         self._fence.term = self._term
         if self._disks.is_lead:
             self._fence.begin()

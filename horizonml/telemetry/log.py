@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import json
 import logging
+import math
 import os
 import re
 import stat
@@ -200,9 +201,13 @@ class Tail:
             return self._file is not None
         return self._file not in (None, (now.st_dev, now.st_ino)) or now.st_size < self.offset
 
-    def read(self) -> Iterator[tuple[float, dict[str, object]]]:
-        """Yield the lines that were added, each with its time: that of the line before it if it has none itself."""
-        while chunk := self._chunk():
+    def read(self, most: float = math.inf) -> Iterator[tuple[float, dict[str, object]]]:
+        """Yield the lines that were added, each with its time: that of the line before it if it has none itself.
+
+        What lies beyond about `most` bytes is left for the next reading.
+        """
+        begun = self.offset
+        while self.offset - begun < most and (chunk := self._chunk()):
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
                 record = self._parse(line)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from horizonml.telemetry.lifeline import Lifeline, Trace
 from horizonml.telemetry.log import JsonLines, read_lines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import StateSource
-from horizonml.telemetry.recorder import Display, Recorder
+from horizonml.telemetry.recorder import Display, Outage, Recorder
 from tests.distributed.processes import wait_for
 from tests.unit.test_metrics import INFO, STEP, values
 
@@ -17,14 +18,14 @@ from tests.unit.test_metrics import INFO, STEP, values
 def test_recoveries_are_recorded_counted_and_read_back(tmp_path: Path) -> None:
     metrics, path = Metrics(3), tmp_path / "rank-1.jsonl"
     recorder = Recorder(path, Display(), INFO, 0, metrics)
+    recorder.after(Outage(time.monotonic() - 1.5, [0, 2], None, 7), 3, StateSource.REPLICA, 6)
     recorder.step(STEP, 7, 1, 64, 0.1)
-    recorder.recovery(3, [0, 2], None, 1.5, 1, StateSource.REPLICA)
     recorder.checkpoint_skipped(7)
     recorder.close("complete")
     assert [line["kind"] for line in read_lines(path)] == ["run", "step", "recovery", "checkpoint skipped", "end"]
     (found,) = load_run("x", tmp_path).lead.recoveries
     assert (found.generation, found.lost, found.silent_seconds, found.source) == (3, [0, 2], None, StateSource.REPLICA)
-    assert (found.seconds, found.steps_repeated) == (1.5, 1)
+    assert (found.seconds, found.steps_repeated) == (pytest.approx(1.5, abs=0.5), 1)
     now = values(metrics)
     assert now["horizonml_recovery_seconds_count{source=replica}"] == 1
     assert now["horizonml_steps_repeated_total"] == now["horizonml_checkpoints_skipped_total"] == 1

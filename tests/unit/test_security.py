@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from horizonml.cli.app import app
 from horizonml.errors import SecurityError
+from horizonml.kube import render
 from horizonml.security.tls import client_context, server_context
 from horizonml.security.token import TOKEN, TOKEN_FILE, find_token, make_token, parse_token, save_token
 
@@ -115,8 +117,10 @@ def test_the_command_makes_shows_and_rotates(monkeypatch: pytest.MonkeyPatch, tm
     assert first.text not in said
     assert run.invoke(app, ["token", "--show"]).output == f"{first.text}\n"
     secret = run.invoke(app, ["token", "--secret", "digits"]).output  # a job in a cluster has a token of its own
-    assert "  name: digits-token\n" in secret
-    assert first.text not in secret
+    document = yaml.safe_load(secret)
+    own = parse_token(document["stringData"]["token"])
+    assert document == render.secret("digits-token", own)
+    assert own != first
     said = run.invoke(app, ["token", "--rotate"]).output
     second = find_token()
     assert second is not None

@@ -138,6 +138,7 @@ class Child:
 
 
 _LINE_SECONDS = 10.0
+_MOST_BYTES = 4 << 20  # read at a time
 
 
 class Progress:
@@ -158,7 +159,7 @@ class Progress:
         if self._tail.is_replaced:
             self._tail = Tail(self._tail.path)
         record: Any
-        for _, record in self._tail.read():
+        for _, record in self._tail.read(_MOST_BYTES):
             if record.get("kind") == "step":
                 last = record
                 self.first = self.first or float(record["time"])
