@@ -105,7 +105,7 @@ class LocalSession(Trainer):
         self._fragments: list[list[Fragment]] = []  # by number, those of this rank's stages; once training begins
         self._flying: int | None = None  # the fragment whose sum is under way
         self._due = 0  # the step after which it is applied, if no replica is late
-        self._arriving: Future[None] | None = None  # waits for it, where the replicas need not
+        self._arriving: Future[None] | None = None  # waits for it, and takes its second half, while training goes on
         self._ending = False  # whether the next sum is to be a full synchronisation
         self._synced = self._base = state.step
         self._waiting: list[BatchRows] = []  # rows that are to be a part of the next local step
@@ -232,7 +232,7 @@ class LocalSession(Trainer):
         if not full:
             if leaving is not None:
                 self._begin_sum(leaving)
-                if self._local.late:
+                if self._local.delay or self._local.late:
                     self._arriving = in_thread(partial(_arrive, self._fragments[leaving]), "outer gradient")
             if self._flying is not None and self._is_due:
                 totals = self._agree([self._flying])
