@@ -37,7 +37,7 @@ from horizonml.state.train_state import TrainState
 _MOST_FRAGMENTS = 1 << 12  # of a stage, for the tags of messages
 
 
-def sum_for(group: Group, stage: Stage, number: int, fragment: int, values: int, size: int, format: str) -> Sum:
+def sum_for(format: str, group: Group, stage: Stage, number: int, fragment: int, values: int, size: int) -> Sum:
     """Return a sum of vectors of so many values, of `size` bytes each, in a format of `plan.local`.
 
     All members call this in one order.
@@ -132,8 +132,7 @@ class Fragment:
         count, group, stage = sum(self._sizes), members.group, members.stage
         self._sum: Sum | None = None
         if count:
-            self._sum_in = partial(sum_for, group, stage, members.number, number, count, self._dtype.itemsize)
-            self._sum = self._sum_in(local.format)
+            self._sum = sum_for(local.format, group, stage, members.number, number, count, self._dtype.itemsize)
         size = sum(buffer.numel() for buffer in buffers.named().values())
         self._buffer_sum = WholeSum(group, stage, members.number, 4 * size) if size else None
         self.outer = self._flat()
@@ -178,19 +177,14 @@ class Fragment:
         return any(self._counts)
 
     @torch.no_grad()
-    def begin(self, last: bool = False) -> None:
-        """Begin to sum this member's outer gradient, and its buffers, with those of the others. Raises PeerLost.
-
-        In the `last` one of a run, nothing is left out, as no other one could add it.
-        """
+    def begin(self) -> None:
+        """Begin to sum this member's outer gradient, and its buffers, with those of the others. Raises PeerLost."""
         total = sum(self._counts)
         weight = self._counts[self._members.place] / total if total else 1.0 / len(self._counts)
         self._counts, self._summed = [0.0] * len(self._counts), self._counts
         self._works = []
         if self._sum is not None:
             self.take_up(0.0)
-            if last and isinstance(self._sum, SparseSum):
-                self._sum = self._sum_in("int4")
             self._own = self.outer - self._flat()
             if self._rest.numel():
                 self._own += self._rest

@@ -303,7 +303,7 @@ class LocalSession(Trainer):
         """Begin to sum a fragment's outer gradients."""
         self.clock.switch("compute", "outer gradient")
         for fragment in self._fragments[number]:
-            fragment.begin(last=self.state.step == self._steps)
+            fragment.begin()
             self._sent += fragment.bytes_sent
         self._flying, self._due = number, self.state.step + self._local.delay
 
