@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.overheads import table as overheads_table
-from benchmarks.perplexity import table as perplexity_table
+from benchmarks.quality import table as quality_table
 from benchmarks.slow_links_ways import TASKS, WAYS
 from benchmarks.worth import table as worth_table
 from horizonml.text import count, human_seconds
@@ -162,10 +162,10 @@ def overheads(folder: Path) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def perplexity(folder: Path) -> str:
+def quality(folder: Path) -> str:
     """What local steps cost a language model."""
-    path = folder / "perplexity.json"
-    return perplexity_table(json.loads(path.read_text())["runs"]) if path.exists() else ""
+    path = folder / "quality.json"
+    return quality_table(json.loads(path.read_text())["runs"]) if path.exists() else ""
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
@@ -174,7 +174,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "slow links": slow_links,
     "overheads": overheads,
     "worth": worth,
-    "perplexity": perplexity,
+    "quality": quality,
 }
 
 
