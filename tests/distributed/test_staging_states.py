@@ -77,10 +77,9 @@ def test_local_steps_are_taken(pool: Pool, format: str, model: str) -> None:
     hosts = pool.run(2, test_local.synchronise, case, 8, Ema(decay=0.9))
     for (state, reports, sent), (other, others, also) in zip(mixed, hosts, strict=True):
         assert [one.local_steps for one in reports] == [one.local_steps for one in others]
-        # When the second half of a sum is sent depends on when the first one has arrived.
-        assert [sum(column) for column in zip(*sent, strict=True)] == [
-            sum(column) for column in zip(*also, strict=True)
-        ]
+        if format == "int4":  # in which step the second half of a sum is sent depends on when the first one arrives
+            sent, also = ([(sum(size for size, _ in one), sum(n for _, n in one))] for one in (sent, also))
+        assert sent == also
         assert state.keys() == other.keys()
         bound = 1e-4 if format == "fp32" else 2e-2  # where a last bit decides on what a value is rounded to
         assert all(distance(state[key], other[key]) < bound for key in state if key.startswith("model/"))
